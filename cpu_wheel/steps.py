@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every door calls: the steps in order, each done only when out of date."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cpu_wheel import source, wheel
+from cpu_wheel.fetch import fetch, sha256
+from cpu_wheel.pins import ROOT, Release, Settings, load_release
+
+BUILD = ROOT / "build"
+
+
+@contextlib.contextmanager
+def step(what: str) -> Iterator[None]:
+    """Say what begins, and how many seconds it took."""
+    print(f"cpu_wheel: {what} ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    yield
+    print(f"cpu_wheel: {what}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+
+
+def make_source(settings: Settings) -> Path:
+    """Make the patched source tree of a release, if it is not there.
+
+    Returns:
+        The folder, named after a hash of all that goes into it.
+
+    Raises:
+        BuildError: An archive or a patch is not what it must be.
+    """
+    release = load_release(settings.release)
+    sdist = fetch(release.sdist, settings.cache)
+    tree = BUILD / f"vllm-{release.version}-{source_key(release)}"
+    if not tree.exists():
+        with step(f"unpack and patch {sdist.name}"):
+            source.make_source(sdist, release.series, not release.pinned, tree)
+        for stale in BUILD.glob(f"vllm-{release.version}-*"):
+            if stale != tree:
+                shutil.rmtree(stale)
+    return tree
+
+
+def source_key(release: Release) -> str:
+    """Return a hash of all that a patched tree is made from."""
+    key = hashlib.sha256(release.sdist.sha256.encode())
+    for path in (*release.series, *(ROOT / file for file in source.overlay_files())):
+        key.update(f"\n{path.relative_to(ROOT)} {sha256(path)}".encode())
+    return key.hexdigest()[:12]
+
+
+def make_wheel(settings: Settings, dist: Path) -> Path:
+    """Make the wheel of a release, if it is not there.
+
+    Args:
+        settings: What the user chose.
+        dist: The folder that takes the wheel.
+
+    Returns:
+        The wheel's path.
+
+    Raises:
+        BuildError: The host or an input is not what it must be.
+    """
+    release = load_release(settings.release)
+    wheel.check_host(release.torch)
+    native_wheel = fetch(release.native_wheel, settings.cache)
+    tree = make_source(settings)
+    epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or tree_epoch(tree))
+    key = {
+        "tree": tree.name,
+        "native wheel": release.native_wheel.sha256,
+        "epoch": epoch,
+        "python": sys.version,
+        "tools": {name: wheel.installed_version(name) for name in wheel.BUILD_TOOLS},
+        "code": sha256(Path(wheel.__file__)),
+    }
+    path = dist / wheel.wheel_name(release.wheel_version)
+    record = BUILD / f"{path.name}.json"
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(record.read_text()) == key | {"sha256": sha256(path)}:
+            return path
+    with step(f"build {path.name} with upstream's setup.py"):
+        wheel.build(
+            source=tree,
+            native_wheel=native_wheel,
+            version=release.wheel_version,
+            epoch=epoch,
+            log=BUILD / f"{path.name}.log",
+            wheel=path,
+        )
+    record.write_text(json.dumps(key | {"sha256": sha256(path)}, indent=1))
+    return path
+
+
+def tree_epoch(tree: Path) -> int:
+    """Return when upstream made the sdist of a tree, in seconds since 1970."""
+    return int((tree / "PKG-INFO").stat().st_mtime)

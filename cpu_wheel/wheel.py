@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand a patched tree to upstream's own build, and check what comes out."""
+
+import ctypes
+import email
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from cpu_wheel.pins import BuildError
+
+# What is true of the pinned native modules: two use the limited API of 3.11, all
+# use symbols of glibc 2.28 at most. libnuma and libtorch stay outside (README).
+PYTHON_TAG = "cp311"
+PLATFORM_TAG = "manylinux_2_28_x86_64"
+NATIVE_MODULES = ("_C", "_C_AVX512", "_C_AVX2", "spinloop", "fs_io_C")
+# What upstream's setup.py imports or runs.
+BUILD_TOOLS = ("setuptools", "setuptools-rust", "setuptools-scm", "wheel")
+
+
+def check_host(torch: str) -> None:
+    """Check that this host can build, and run what it builds.
+
+    Args:
+        torch: The version of torch that must be installed.
+
+    Raises:
+        BuildError: Something is missing; names what, and how to get it.
+    """
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        raise BuildError(
+            "libnuma.so.1 is missing, without which vLLM has no CPU kernels: install "
+            "libnuma1 (Debian, Ubuntu), numactl-libs (Fedora) or libnuma (conda-forge)"
+        ) from None
+    missing = [name for name in BUILD_TOOLS if not installed_version(name)]
+    if missing:
+        raise BuildError(
+            f"{', '.join(missing)} not installed for {sys.executable}: run "
+            "`pip install --group build`, or `make` for an environment of its own"
+        )
+    if (found := installed_version("torch")) != torch:
+        raise BuildError(
+            f"torch {found or 'none'} is installed for {sys.executable}, {torch} is "
+            "needed: run `python -m cpu_wheel torch`"
+        )
+
+
+def installed_version(project: str) -> str | None:
+    """Return the version of an installed distribution, if it is installed."""
+    try:
+        return importlib.metadata.version(project)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def wheel_name(version: str) -> str:
+    """Return the file name of the wheel of a version such as 0.32.0+cpu.kv1."""
+    return f"vllm-{version}-{PYTHON_TAG}-abi3-{PLATFORM_TAG}.whl"
+
+
+def build_environment(native_wheel: Path, version: str, epoch: int) -> dict[str, str]:
+    """Return the environment of upstream's build: the host must not change the wheel.
+
+    Args:
+        native_wheel: Where the native modules are taken from.
+        version: The wheel's version.
+        epoch: The time of every member, in seconds since 1970.
+    """
+    foreign = ("VLLM_", "SETUPTOOLS_", "DIST_EXTRA_CONFIG", "LC_", "LANG", "GIT_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    return kept | {
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+        "SOURCE_DATE_EPOCH": str(epoch),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_USE_PRECOMPILED": "1",
+        "VLLM_PRECOMPILED_WHEEL_LOCATION": str(native_wheel),
+        "VLLM_VERSION_OVERRIDE": version,
+    }
+
+
+def build(
+    source: Path, native_wheel: Path, version: str, epoch: int, log: Path, wheel: Path
+) -> None:
+    """Build a wheel with upstream's setup.py; a failure leaves none behind.
+
+    Args:
+        source: The patched tree; it is copied, never written to.
+        native_wheel: The verified wheel that holds the native modules.
+        version: The wheel's version.
+        epoch: See build_environment.
+        log: The file that takes upstream's output.
+        wheel: The file to make.
+
+    Raises:
+        BuildError: Upstream's build failed, or the wheel is not what it must be.
+    """
+    wheel.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=log.parent) as folder:
+        tree = Path(folder) / "tree"
+        copy_tree(source, tree)
+        command = [sys.executable, "setup.py", "--quiet", "--no-user-cfg"]
+        command += ["bdist_wheel", "--dist-dir", folder]
+        command += ["--py-limited-api", PYTHON_TAG, "--plat-name", PLATFORM_TAG]
+        with log.open("w") as output:
+            result = subprocess.run(
+                command,
+                cwd=tree,
+                env=build_environment(native_wheel, version, epoch),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                umask=0o022,
+                check=False,
+            )
+        if result.returncode != 0:
+            lines = log.read_text().strip().splitlines() or ["no output"]
+            raise BuildError(f"upstream's build failed ({log}): {lines[-1]}")
+        built = Path(folder) / wheel_name(version)
+        check_wheel(built, version)
+        partial = wheel.with_name(f".{wheel.name}-{os.getpid()}")
+        try:
+            shutil.move(built, partial)
+            partial.replace(wheel)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def copy_tree(source: Path, destination: Path) -> None:
+    """Copy a source tree with modes that do not depend on who unpacked it."""
+    shutil.copytree(source, destination, symlinks=True)
+    for folder, _, files in os.walk(destination):
+        os.chmod(folder, 0o755)
+        for name in files:
+            path = os.path.join(folder, name)
+            if not os.path.islink(path):
+                executable = os.stat(path).st_mode & 0o100
+                os.chmod(path, 0o755 if executable else 0o644)
+
+
+def check_wheel(wheel: Path, version: str) -> None:
+    """Check that a wheel has the native modules, the name and the version it must.
+
+    Raises:
+        BuildError: It has not; names what is missing or different.
+    """
+    if not wheel.is_file():
+        made = ", ".join(path.name for path in wheel.parent.glob("*.whl")) or "none"
+        raise BuildError(f"upstream's build made {made}, expected {wheel.name}")
+    with zipfile.ZipFile(wheel) as archive:
+        members = set(archive.namelist())
+        metadata = archive.read(f"vllm-{version}.dist-info/METADATA")
+    for module in NATIVE_MODULES:
+        if f"vllm/{module}.abi3.so" not in members:
+            raise BuildError(f"{wheel.name} lacks vllm/{module}.abi3.so")
+    found = email.message_from_bytes(metadata)["Version"]
+    if found != version:
+        raise BuildError(f"{wheel.name} says Version: {found}, expected {version}")
