@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine allocates for a budget: stock vLLM beside this fork.
+
+`python -m benchmarks.allocation` starts the real engine twice a row, once with the
+native wheel as published and once with what is installed, and prints both. Each
+build is imported once and each row runs in a forked child of it.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cpu_wheel.pins import ROOT, Settings, load_release
+from cpu_wheel.steps import BUILD
+
+MiB = 1 << 20
+GiB = 1 << 30
+
+
+class Row(NamedTuple):
+    """A budget and the cache tokens that the fork must allocate for it.
+
+    Attributes:
+        variable: VLLM_CPU_KVCACHE_SPACE.
+        explicit: kv_cache_memory_bytes.
+        tokens: None means: sized from gpu_memory_utilization.
+    """
+
+    variable: str
+    explicit: int | None
+    tokens: int | None
+
+
+ROWS = (
+    Row("1", None, 17881),
+    Row("4", None, 71527),
+    Row("1", 128 * MiB, 2231),
+    Row("4", 128 * MiB, 2231),
+    Row("0.125", None, 2231),
+    Row("0", None, None),
+    Row("", 128 * MiB, 2231),
+)
+
+
+def allocate(row: Row, channel: Connection) -> None:
+    """Start an engine with a row's budget and send what it allocated, or its error."""
+    from tests.platforms.test_cpu_kv_cache_allocation import (
+        reference_engine,
+        share_of_memory,
+    )
+
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = row.variable
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = reference_engine(
+                Path(folder),
+                kv_cache_memory_bytes=row.explicit,
+                gpu_memory_utilization=share_of_memory(3 * GiB),
+            )
+        cache_config = engine.llm_engine.vllm_config.cache_config
+        result = {
+            "tokens": cache_config.kv_cache_size_tokens,
+            "blocks": cache_config.num_gpu_blocks,
+            "bytes": cache_config.kv_cache_memory_bytes,
+        }
+    except Exception as error:
+        details = getattr(error, "errors", list)()  # of a pydantic ValidationError
+        message = details[0]["msg"] if details else str(error)
+        result = {"error": message.splitlines()[0].split(". ")[0]}
+    channel.send(result)
+    sys.stdout.flush()
+    os._exit(0)  # the engine's threads do not end by themselves
+
+
+def measure(results: int) -> None:
+    """Run every row in a forked child and write a JSON line each.
+
+    Args:
+        results: The file descriptor that takes the lines; standard output and
+            error are the engine's.
+    """
+    import vllm  # imported once, before the forks
+
+    context = multiprocessing.get_context("fork")
+    with os.fdopen(results, "w") as out:
+        for row in ROWS:
+            receiver, sender = context.Pipe(duplex=False)
+            child = context.Process(target=allocate, args=(row, sender))
+            child.start()
+            sender.close()
+            try:
+                result = receiver.recv()
+            except EOFError:
+                child.join()
+                result = {"error": f"the engine ended with status {child.exitcode}"}
+            child.join()
+            print(json.dumps(result | {"vllm": vllm.__file__}), file=out, flush=True)
+
+
+def run(build: str, log: Path) -> list[dict[str, Any]]:
+    """Measure a build, "stock" or "fork", in a process of its own.
+
+    Returns:
+        What was allocated, or the error, by row.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    environment.pop("PYTHONPATH", None)
+    if build == "stock":
+        release = load_release(Settings.from_environment().release)
+        environment["PYTHONPATH"] = str(BUILD / f"stock-{release.version}")
+    reader, writer = os.pipe()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.allocation", "--results", str(writer)],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[writer],
+        )
+    os.close(writer)
+    results = []
+    with os.fdopen(reader) as lines:
+        for number, line in enumerate(lines, start=1):
+            results.append(json.loads(line))
+            print(f"{build}: {number} of {len(ROWS)} engines", file=sys.stderr)
+    if process.wait() != 0 or len(results) != len(ROWS):
+        sys.exit(f"allocation: {build} ended with {process.returncode}, see {log}")
+    return results
+
+
+def show(result: dict[str, Any]) -> str:
+    """Return a cell of the table."""
+    if "error" in result:
+        return f"error: {result['error'][:60]}"
+    if result["bytes"] is None:
+        return f"{result['tokens']:,}, sized from gpu_memory_utilization"
+    return f"{result['tokens']:,}"
+
+
+def as_expected(row: Row, result: dict[str, Any]) -> bool:
+    """Return whether the fork allocated what the row says."""
+    if row.tokens is None:
+        return result.get("bytes", 0) is None and result["tokens"] > 0
+    return result.get("tokens") == row.tokens
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.allocation",
+        description="Show what the engine allocates for a budget, stock and fork.",
+        epilog="Exit status 1 when the fork allocates anything else than it must.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--results", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.results is not None:
+        measure(arguments.results)
+        return 0
+
+    stock, fork = (run(b, BUILD / f"allocation-{b}.log") for b in ("stock", "fork"))
+    rows = [
+        {
+            "VLLM_CPU_KVCACHE_SPACE": row.variable,
+            "kv_cache_memory_bytes": row.explicit,
+            "stock": stock_result,
+            "fork": fork_result,
+            "as expected": as_expected(row, fork_result),
+        }
+        for row, stock_result, fork_result in zip(ROWS, stock, fork, strict=True)
+    ]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print("| VLLM_CPU_KVCACHE_SPACE | kv_cache_memory_bytes | stock | fork |")
+        print("| --- | --- | --- | --- |")
+        for row, result in zip(ROWS, rows, strict=True):
+            explicit = f"{row.explicit // MiB} MiB" if row.explicit else "–"
+            cells = (row.variable or "(empty)", explicit)
+            cells += (show(result["stock"]), show(result["fork"]))
+            print(f"| {' | '.join(cells)} |")
+    wrong = [
+        row.variable
+        for row, result in zip(ROWS, rows, strict=True)
+        if not result["as expected"]
+    ]
+    for variable in wrong:
+        print(f"allocation: not as expected: {variable!r}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
