@@ -66,13 +66,14 @@ def allocate(row: Row, channel: Connection) -> None:
                 gpu_memory_utilization=share_of_memory(3 * GiB),
             )
         cache_config = engine.llm_engine.vllm_config.cache_config
-        result = {
+        result: dict[str, Any] = {
             "tokens": cache_config.kv_cache_size_tokens,
             "blocks": cache_config.num_gpu_blocks,
             "bytes": cache_config.kv_cache_memory_bytes,
         }
     except Exception as error:
-        details = getattr(error, "errors", list)()  # of a pydantic ValidationError
+        # A pydantic ValidationError adds lines around the message.
+        details: list[Any] = getattr(error, "errors", list)()
         message = details[0]["msg"] if details else str(error)
         result = {"error": message.splitlines()[0].split(". ")[0]}
     channel.send(result)
@@ -167,7 +168,7 @@ def main() -> int:
         return 0
 
     stock, fork = (run(b, BUILD / f"allocation-{b}.log") for b in ("stock", "fork"))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "VLLM_CPU_KVCACHE_SPACE": row.variable,
             "kv_cache_memory_bytes": row.explicit,
@@ -184,9 +185,9 @@ def main() -> int:
         print("| --- | --- | --- | --- |")
         for row, result in zip(ROWS, rows, strict=True):
             explicit = f"{row.explicit // MiB} MiB" if row.explicit else "–"
-            cells = (row.variable or "(empty)", explicit)
-            cells += (show(result["stock"]), show(result["fork"]))
-            print(f"| {' | '.join(cells)} |")
+            stock_cell, fork_cell = show(result["stock"]), show(result["fork"])
+            variable = row.variable or "(empty)"
+            print(f"| {variable} | {explicit} | {stock_cell} | {fork_cell} |")
     wrong = [
         row.variable
         for row, result in zip(ROWS, rows, strict=True)

@@ -3,11 +3,10 @@
 
 import argparse
 import shutil
+import signal
 import sys
 from pathlib import Path
 
-from cpu_wheel import install, steps
-from cpu_wheel.fetch import fetch
 from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
 
 EPILOG = """\
@@ -59,6 +58,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    # What is not in the standard library is imported in here, so that main() can
+    # say what is missing.
+    from cpu_wheel import install, steps
+    from cpu_wheel.fetch import fetch
+
     settings = Settings.from_environment()
     release = load_release(settings.release)
     match arguments.command:
@@ -88,8 +92,17 @@ def run(arguments: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; every failure is one line on standard error."""
     parsed = parse(arguments)
+    # So that a terminated build removes what is half-made, as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         run(parsed)
+    except ModuleNotFoundError as error:
+        print(
+            f"cpu_wheel: {error.name} is not installed for {sys.executable}: run "
+            "`pip install --group build`, or `make` for an environment of its own",
+            file=sys.stderr,
+        )
+        return 1
     except BuildError as error:
         print(f"cpu_wheel: {error}", file=sys.stderr)
         return 1

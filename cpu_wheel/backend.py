@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PEP 517 backend: `pip wheel .`, `pip install .`, `python -m build --wheel`."""
+"""The PEP 517 backend: `pip wheel .`, `pip install .`, `python -m build --wheel`.
+
+Needs nothing but Python until it builds, so that it can refuse at once.
+"""
 
 import sys
+import tomllib
 from typing import Any, NoReturn
 
 from cpu_wheel.__main__ import main
-from cpu_wheel.pins import Settings, load_release
+from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
 from cpu_wheel.wheel import wheel_name
+
+
+def get_requires_for_build_wheel(
+    config_settings: dict[str, Any] | None = None,
+) -> list[str]:
+    """Return what an isolated build environment must hold (PEP 517)."""
+    try:
+        release = load_release(Settings.from_environment().release)
+    except BuildError as error:
+        sys.exit(f"cpu_wheel: {error}")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    return [*groups["build"], f"torch=={release.torch}"]
 
 
 def build_wheel(

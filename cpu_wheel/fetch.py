@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from unearth import Link, PackageFinder
@@ -77,7 +78,7 @@ def fetch(archive: Archive, cache: Path) -> Path:
             download(archive, partial)
             partial.replace(path)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise BuildError(
             f"{cache}: cannot store {archive.file} ({error.strerror}); name a writable "
@@ -168,7 +169,8 @@ def finders() -> Iterator[tuple[str, PackageFinder]]:
     index_urls += settings.get("extra-index-url", "").split()
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         index_urls = []
-    session = PyPIClient(
+    # Typed loosely: unearth's client does not match its own protocol to mypy.
+    session: Any = PyPIClient(
         trusted_hosts=hosts,
         verify=(
             ssl.create_default_context(cafile=settings["cert"])
@@ -180,21 +182,14 @@ def finders() -> Iterator[tuple[str, PackageFinder]]:
         follow_redirects=True,
         auth=MultiDomainBasicAuth(prompting=False, index_urls=index_urls),
     )
+    common: dict[str, Any] = {"trusted_hosts": hosts, "ignore_compatibility": True}
     with session:
-        for kind, urls in (
-            ("index_urls", index_urls),
-            ("find_links", settings.get("find-links", "").split()),
-        ):
-            for url in urls:
-                if Path(url).exists():
-                    url = Path(url).absolute().as_uri()
-                finder = PackageFinder(
-                    session,
-                    **{kind: [url]},
-                    trusted_hosts=hosts,
-                    ignore_compatibility=True,
-                )
-                yield Link(url).redacted, finder
+        for url in index_urls:
+            yield Link(url).redacted, PackageFinder(session, index_urls=[url], **common)
+        for url in settings.get("find-links", "").split():
+            if Path(url).exists():
+                url = Path(url).absolute().as_uri()
+            yield Link(url).redacted, PackageFinder(session, find_links=[url], **common)
 
 
 def pip_settings() -> dict[str, str]:

@@ -84,9 +84,10 @@ def installed_hash(project: str) -> str | None:
         text = distribution(project).read_text("direct_url.json")
     except PackageNotFoundError:
         return None
-    return (
-        json.loads(text or "{}").get("archive_info", {}).get("hashes", {}).get("sha256")
+    hashes: dict[str, str] = (
+        json.loads(text or "{}").get("archive_info", {}).get("hashes", {})
     )
+    return hashes.get("sha256")
 
 
 def unpack_stock(native_wheel: Path, folder: Path) -> None:

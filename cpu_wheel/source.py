@@ -24,9 +24,12 @@ def unpack(sdist: Path, destination: Path) -> None:
     by tarfile's data filter; modes and times are the archive's, whatever the umask.
     """
     scratch = destination.with_name(destination.name + ".unpack")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(scratch, filter="data")
-    (top,) = scratch.iterdir()
+    try:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(scratch, filter="data")
+        (top,) = scratch.iterdir()
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise BuildError(f"{sdist} is not unpacked: {error}") from None
     top.rename(destination)
     scratch.rmdir()
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the fork itself share."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cpu_wheel import steps
+from cpu_wheel.fetch import fetch
+from cpu_wheel.pins import ROOT, Release, Settings, load_release
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def release() -> Release:
+    return load_release()
+
+
+@pytest.fixture(scope="session")
+def sdist(release: Release) -> Path:
+    return fetch(release.sdist, Settings.from_environment().cache)
+
+
+@pytest.fixture(scope="session")
+def native_wheel(release: Release) -> Path:
+    return fetch(release.native_wheel, Settings.from_environment().cache)
+
+
+@pytest.fixture(scope="session")
+def tree() -> Path:
+    """The patched tree of the pinned release."""
+    return steps.make_source(Settings.from_environment())
+
+
+@pytest.fixture(scope="session")
+def wheel() -> Path:
+    """The wheel that `make` builds."""
+    return steps.make_wheel(Settings.from_environment(), ROOT / "dist")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this repository's files where nothing was built, in a path with a
+    space."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    copy = tmp_path / "a checkout"
+    for name in listing.stdout.splitlines():
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    return copy
+
+
+@pytest.fixture
+def run(sdist: Path, native_wheel: Path) -> Run:
+    """Run a command with this Python's environment, and downloads at hand."""
+
+    def run(
+        *command: str | Path, **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        extra = options.pop("env", {})
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "CPU_WHEEL_SDIST": str(sdist),
+            "CPU_WHEEL_NATIVE_WHEEL": str(native_wheel),
+            **extra,  # type: ignore[dict-item]
+        }
+        return subprocess.run(  # type: ignore[call-overload, no-any-return]
+            [str(argument) for argument in command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            **options,
+        )
+
+    return run
