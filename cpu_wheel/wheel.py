@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand a patched tree to upstream's own build, and check what comes out."""
 
+import concurrent.futures
 import ctypes
 import email
 import importlib.metadata
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+import zlib
 from pathlib import Path
 
 from cpu_wheel.pins import BuildError
@@ -105,9 +109,9 @@ def build(
     wheel.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=log.parent) as folder:
         tree = Path(folder) / "tree"
-        copy_tree(source, tree)
+        shutil.copytree(source, tree, symlinks=True, ignore=not_needed)
         command = [sys.executable, "setup.py", "--quiet", "--no-user-cfg"]
-        command += ["bdist_wheel", "--dist-dir", folder]
+        command += ["bdist_wheel", "--dist-dir", folder, "--compression=stored"]
         command += ["--py-limited-api", PYTHON_TAG, "--plat-name", PLATFORM_TAG]
         with log.open("w") as output:
             result = subprocess.run(
@@ -117,7 +121,6 @@ def build(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                umask=0o022,
                 check=False,
             )
         if result.returncode != 0:
@@ -127,22 +130,63 @@ def build(
         check_wheel(built, version)
         partial = wheel.with_name(f".{wheel.name}-{os.getpid()}")
         try:
-            shutil.move(built, partial)
+            pack(built, partial, epoch)
             partial.replace(wheel)
         finally:
             partial.unlink(missing_ok=True)
 
 
-def copy_tree(source: Path, destination: Path) -> None:
-    """Copy a source tree with modes that do not depend on who unpacked it."""
-    shutil.copytree(source, destination, symlinks=True)
-    for folder, _, files in os.walk(destination):
-        os.chmod(folder, 0o755)
-        for name in files:
-            path = os.path.join(folder, name)
-            if not os.path.islink(path):
-                executable = os.stat(path).st_mode & 0o100
-                os.chmod(path, 0o755 if executable else 0o644)
+def not_needed(folder: str, names: list[str]) -> set[str]:
+    """Return what of the tree's top folder upstream's build of Python files ignores."""
+    if "setup.py" not in names:
+        return set()
+    return {"benchmarks", "csrc", "docker", "docs", "examples", "tests"} & set(names)
+
+
+def pack(stored: Path, wheel: Path, epoch: int) -> None:
+    """Compress a wheel, with one mode and one time for every member.
+
+    Most of a build's time is spent here, so every core compresses; zipfile itself
+    uses one. The level is zlib's default, as in any wheel.
+
+    Args:
+        stored: The wheel to read, not compressed.
+        wheel: The file to write.
+        epoch: The time of every member, in seconds since 1970.
+    """
+
+    def deflate(name: str) -> tuple[bytes, bytes]:
+        content = source.read(name)
+        compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+        return content, compressor.compress(content) + compressor.flush()
+
+    with (
+        zipfile.ZipFile(stored) as source,
+        zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed,
+        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor,
+    ):
+        names = source.namelist()
+        deflated = executor.map(deflate, names)
+        for name, (content, data) in zip(names, deflated, strict=True):
+            member = zipfile.ZipInfo(name, time.gmtime(epoch)[:6])
+            member.compress_type = zipfile.ZIP_DEFLATED
+            member.external_attr = (stat.S_IFREG | 0o644) << 16
+            with packed.open(member, "w") as file:
+                file._compressor = Compressed(data)  # type: ignore[attr-defined]
+                file.write(content)
+
+
+class Compressed:
+    """Stands in for a zlib compressor whose output is known."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def compress(self, content: bytes) -> bytes:
+        return b""
+
+    def flush(self) -> bytes:
+        return self.data
 
 
 def check_wheel(wheel: Path, version: str) -> None:

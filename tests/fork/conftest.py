@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,23 +65,26 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(sdist: Path, native_wheel: Path) -> Run:
-    """Run a command with this Python's environment, and downloads at hand."""
+def environment(sdist: Path, native_wheel: Path) -> dict[str, str]:
+    """The variables of a command that finds this Python's tools and the downloads."""
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CPU_WHEEL_SDIST": str(sdist),
+        "CPU_WHEEL_NATIVE_WHEEL": str(native_wheel),
+    }
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> Run:
+    """Run a command in that environment, changed by the argument env."""
 
     def run(
-        *command: str | Path, **options: object
+        *command: str | Path, env: dict[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        extra = options.pop("env", {})
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "CPU_WHEEL_SDIST": str(sdist),
-            "CPU_WHEEL_NATIVE_WHEEL": str(native_wheel),
-            **extra,  # type: ignore[dict-item]
-        }
-        return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        return subprocess.run(
             [str(argument) for argument in command],
-            env=environment,
+            env=environment | (env or {}),
             capture_output=True,
             text=True,
             check=False,

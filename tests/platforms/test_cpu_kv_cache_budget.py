@@ -162,7 +162,7 @@ def test_precedence_is_logged_once(
     ("variable", "explicit"),
     [
         pytest.param(None, 128 * MiB, id="explicit-alone"),
-        pytest.param("0.125", 128 * MiB, id="equal"),
+        pytest.param("1", GiB, id="equal"),
         pytest.param("0", 128 * MiB, id="zero"),
         pytest.param("", 128 * MiB, id="empty"),
         pytest.param("4", None, id="variable-alone"),

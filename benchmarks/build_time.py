@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the wheel takes, beside compressing the same files into a zip.
+
+Each round measures three things in turn, as whole processes: the zip, with the
+compressor and level that the wheel uses; the wheel with the patched tree there; and
+the wheel from nothing but downloads. A ratio compares times of one round.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from cpu_wheel.pins import ROOT, Settings, load_release
+from cpu_wheel.steps import BUILD, make_wheel
+
+ZIP = """
+import sys, zipfile
+from pathlib import Path
+source = Path(sys.argv[1])
+with zipfile.ZipFile(sys.argv[2], "w", zipfile.ZIP_DEFLATED) as archive:
+    for path in sorted(source.rglob("*")):
+        archive.write(path, path.relative_to(source))
+"""
+
+
+def timed(*command: str | Path) -> tuple[float, str]:
+    """Run a command; return its seconds and what it said on standard error."""
+    start = time.monotonic()
+    result = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return time.monotonic() - start, result.stderr
+
+
+def wheel_seconds(dist: Path, keep_tree: bool) -> dict[str, float]:
+    """Return the seconds of `cpu_wheel wheel`, whole and by step."""
+    release = load_release(Settings.from_environment().release)
+    shutil.rmtree(dist, ignore_errors=True)
+    if not keep_tree:
+        for tree in BUILD.glob(f"vllm-{release.version}-*"):
+            shutil.rmtree(tree)
+    whole, said = timed(sys.executable, "-m", "cpu_wheel", "wheel", "--dist-dir", dist)
+    steps = {"whole": whole}
+    for line in said.splitlines():
+        what, _, seconds = line.removesuffix(" s").rpartition(": ")
+        if not line.endswith("..."):
+            step = "build" if "setup.py" in what else "unpack and patch"
+            steps[step] = float(seconds)
+    return steps
+
+
+def measure_round(folder: Path, files: Path) -> dict[str, float]:
+    """Return the seconds of one round."""
+    compress, _ = timed(sys.executable, "-c", ZIP, files, folder / "files.zip")
+    with_tree = wheel_seconds(folder / "dist", keep_tree=True)
+    nothing = wheel_seconds(folder / "dist", keep_tree=False)
+    return {
+        "zip": compress,
+        "wheel, tree there": with_tree["whole"],
+        "wheel, from nothing": nothing["whole"],
+        "of that: unpack and patch": nothing["unpack and patch"],
+        "of that: upstream's setup.py": nothing["build"],
+        "of that: start, hashes, checks": nothing["whole"]
+        - nothing["unpack and patch"]
+        - nothing["build"],
+        "ratio, tree there": with_tree["whole"] / compress,
+        "ratio, from nothing": nothing["whole"] / compress,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.build_time", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print every round as JSON")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(dir=BUILD) as name:
+        folder = Path(name)
+        wheel = make_wheel(Settings.from_environment(), ROOT / "dist")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "files")
+        rounds = []
+        for number in range(arguments.rounds):
+            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
+            rounds.append(measure_round(folder, folder / "files"))
+    if arguments.json:
+        print(json.dumps(rounds, indent=2))
+        return
+    print("| seconds, or ratio to the zip | median | min | max |")
+    print("| --- | --- | --- | --- |")
+    for key in rounds[0]:
+        values = [measured[key] for measured in rounds]
+        print(
+            f"| {key} | {statistics.median(values):.2f} "
+            f"| {min(values):.2f} | {max(values):.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The regression tests catch the bug: which of them fail on stock vLLM."""
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from cpu_wheel import install, steps
+from cpu_wheel.pins import ROOT, Release
+
+REGRESSION_TESTS = (
+    "tests/platforms/test_cpu_kv_cache_budget.py",
+    "tests/platforms/test_cpu_kv_cache_allocation.py",
+)
+FAILS_ON_STOCK = Path(__file__).with_name("fails_on_stock.txt")
+
+
+@pytest.fixture(scope="module")
+def stock(release: Release, native_wheel: Path) -> dict[str, str]:
+    """The environment in which `import vllm` is the native wheel as published."""
+    folder = steps.BUILD / f"stock-{release.version}"
+    install.unpack_stock(native_wheel, folder)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def test_stock_is_what_was_published(stock: dict[str, str]) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", "import vllm; print(vllm.__file__)"],
+        cwd=ROOT,
+        env=stock,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert found[-1] == f"{stock['PYTHONPATH']}/vllm/__init__.py"
+
+
+@pytest.mark.timeout(1200)
+def test_which_regression_tests_fail_on_stock(
+    stock: dict[str, str], tmp_path: Path
+) -> None:
+    """To renew the list: write the `failed` that this test reports into the file."""
+    report = tmp_path / "report.xml"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no"),
+            *("--quiet", f"--junitxml={report}", *REGRESSION_TESTS),
+        ],
+        cwd=ROOT,
+        env=stock,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1, result.stdout[-2000:] + result.stderr[-2000:]
+
+    outcomes = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/")
+        bad = {child.tag for child in case} & {"failure", "error", "skipped"}
+        outcomes[f"{file}.py::{case.attrib['name']}"] = "/".join(sorted(bad))
+    assert set(outcomes.values()) == {"", "failure"}
+    failed = sorted(name for name, outcome in outcomes.items() if outcome)
+
+    assert failed == FAILS_ON_STOCK.read_text().splitlines()
