@@ -4,23 +4,23 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 WHEEL := $(PY) -m cpu_wheel
 
-.DELETE_ON_ERROR:
-.PHONY: all table install wheel source stock test test-all lint bench-build clean distclean help
+.PHONY: all table install wheel source stock test lint bench-build clean distclean help
 
 all: table
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import cpu_wheel'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check 'pip==26.3'
-	$(PY) -m pip install --quiet -c constraints.txt --group build --group test --group lint
-	$(WHEEL) torch
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing the build tools into $(VENV) ..."
+	@$(PIP) 'pip==26.3' && $(PIP) -c constraints.txt --group build --group test --group lint || \
+	  { echo "make: pip could not install the build tools, see above; check the network and 'pip config list'" >&2; exit 1; }
+	@$(WHEEL) torch
 	@touch $@
 
 table: install stock ## what the engine allocates, stock beside fork
@@ -43,14 +43,14 @@ lint: $(VENV)/ready ## ruff and mypy on our own code
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test: lint install stock ## all tests
+test: install stock lint ## all tests
 	$(PY) -m pytest
 
 bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files
 	$(PY) -m benchmarks.build_time
 
 clean: ## remove what was built, keep downloads and the environment
-	rm -rf dist build/vllm-* build/stock-*
+	rm -rf dist $(filter-out build/downloads,$(wildcard build/*))
 
 distclean: ## remove downloads and the environment too
 	rm -rf dist build $(VENV)

@@ -102,7 +102,9 @@ def hostile(tmp_path: Path) -> dict[str, str]:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("cargo", "rustc", "ldconfig", "curl"):
-        (tools / name).write_text("#!/bin/sh\nexit 66\n")
+        (tools / name).write_text(
+            f"#!/bin/sh\ntouch $HOME/{name}.was-called\nexit 66\n"
+        )
         (tools / name).chmod(0o755)
     home = tmp_path / "home"
     home.mkdir()
@@ -133,6 +135,7 @@ def test_setup_py_on_another_host_builds_the_same_bytes(
 
     assert result.returncode == 0, result.stderr
     assert digest(checkout / "dist" / wheel.name) == digest(wheel)
+    assert list(Path(hostile["HOME"]).glob("*.was-called")) == []
 
 
 def test_pip_and_a_git_clone_build_the_same_bytes(
