@@ -5,6 +5,7 @@ import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
@@ -41,7 +42,9 @@ class Release:
         torch: The torch that the native modules need, such as "2.13.0+cpu".
         torch_index: The index to ask for it when the configured ones lack it.
         sdist: Upstream's sources.
-        native_wheel: The wheel whose native modules are taken.
+        published_native_wheel: The wheel whose native modules are taken, if there
+            is one yet.
+        series_file: The quilt series that names the patches, in patches/.
         series: The patch files, in order.
         pinned: Whether patches must apply without an offset.
     """
@@ -51,9 +54,25 @@ class Release:
     torch: str
     torch_index: str
     sdist: Archive
-    native_wheel: Archive
+    published_native_wheel: Archive | None
+    series_file: Path
     series: tuple[Path, ...]
     pinned: bool
+
+    @property
+    def native_wheel(self) -> Archive:
+        """The wheel whose native modules are taken.
+
+        Raises:
+            BuildError: upstream.toml has none for this release.
+        """
+        if self.published_native_wheel is None:
+            raise BuildError(
+                f"release {self.version} has no native wheel in upstream.toml, so no "
+                "wheel can be built from it; `python -m cpu_wheel source` makes its "
+                "patched tree"
+            )
+        return self.published_native_wheel
 
 
 @dataclass(frozen=True)
@@ -91,8 +110,14 @@ def read_series(series: Path) -> tuple[Path, ...]:
     patches = tuple(series.parent / name for name in names if name)
     for patch in patches:
         if not patch.is_file():
-            raise BuildError(f"{series} names {patch.name}, which does not exist")
+            name = patch.relative_to(series.parent)
+            raise BuildError(f"{series} names {name}, which does not exist")
     return patches
+
+
+def read_pins() -> dict[str, Any]:
+    """Return the content of upstream.toml."""
+    return tomllib.loads((ROOT / "upstream.toml").read_text())
 
 
 def load_release(version: str | None = None) -> Release:
@@ -101,7 +126,7 @@ def load_release(version: str | None = None) -> Release:
     Raises:
         BuildError: upstream.toml has no such release.
     """
-    pins = tomllib.loads((ROOT / "upstream.toml").read_text())
+    pins = read_pins()
     version = version or pins["pinned"]
     try:
         pin = pins["release"][version]
@@ -110,13 +135,19 @@ def load_release(version: str | None = None) -> Release:
         raise BuildError(
             f"release {version!r} is not in upstream.toml, which has: {known}"
         ) from None
+    native_wheel = pin.get("native-wheel")
     return Release(
         version=version,
         wheel_version=f"{version}+cpu.kv{pins['revision']}",
         torch=f"{pin['torch']}+cpu",
         torch_index=pins["torch-index"],
         sdist=Archive(**pin["sdist"], setting="CPU_WHEEL_SDIST"),
-        native_wheel=Archive(**pin["native-wheel"], setting="CPU_WHEEL_NATIVE_WHEEL"),
+        published_native_wheel=(
+            Archive(**native_wheel, setting="CPU_WHEEL_NATIVE_WHEEL")
+            if native_wheel
+            else None
+        ),
+        series_file=PATCHES / pin["series"],
         series=read_series(PATCHES / pin["series"]),
         pinned=version == pins["pinned"],
     )

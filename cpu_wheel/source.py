@@ -34,6 +34,27 @@ def unpack(sdist: Path, destination: Path) -> None:
     scratch.rmdir()
 
 
+def git_environment(tree: Path) -> dict[str, str]:
+    """Return an environment in which git works on a tree by its own defaults.
+
+    Neither a repository around the tree nor anybody's settings have a say.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    return kept | {
+        "GIT_CEILING_DIRECTORIES": str(tree.parent),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_ATTR_NOSYSTEM": "1",
+        # These two have a default place among the user's files.
+        "GIT_CONFIG_COUNT": "2",
+        "GIT_CONFIG_KEY_0": "core.attributesFile",
+        "GIT_CONFIG_VALUE_0": os.devnull,
+        "GIT_CONFIG_KEY_1": "core.excludesFile",
+        "GIT_CONFIG_VALUE_1": os.devnull,
+        "LC_ALL": "C",
+    }
+
+
 def apply_patches(tree: Path, patches: Iterable[Path], allow_offset: bool) -> None:
     """Apply patches to a tree, in order, never with fuzz.
 
@@ -46,19 +67,12 @@ def apply_patches(tree: Path, patches: Iterable[Path], allow_offset: bool) -> No
     Raises:
         BuildError: A hunk does not apply; names the patch, the file and the hunk.
     """
-    # Neither a repository around the tree nor anybody's settings have a say.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {
-        "GIT_CEILING_DIRECTORIES": str(tree.parent),
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "LC_ALL": "C",
-    }
     for patch in patches:
         # --reject tells which hunk fails, where a plain run names only a line.
         result = subprocess.run(
             ["git", "apply", "--verbose", "--reject", str(patch)],
             cwd=tree,
-            env=environment,
+            env=git_environment(tree),
             stderr=subprocess.PIPE,
             text=True,
             check=False,

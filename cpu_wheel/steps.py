@@ -70,13 +70,14 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
         BuildError: The host or an input is not what it must be.
     """
     release = load_release(settings.release)
+    pinned_wheel = release.native_wheel
     wheel.check_host(release.torch)
-    native_wheel = fetch(release.native_wheel, settings.cache)
+    native_wheel = fetch(pinned_wheel, settings.cache)
     tree = make_source(settings)
     epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or tree_epoch(tree))
     key = {
         "tree": tree.name,
-        "native wheel": release.native_wheel.sha256,
+        "native wheel": pinned_wheel.sha256,
         "epoch": epoch,
         "python": sys.version,
         "tools": {name: wheel.installed_version(name) for name in wheel.BUILD_TOOLS},
