@@ -7,19 +7,27 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 WHEEL := $(PY) -m cpu_wheel
 
-.PHONY: all table install wheel source stock test lint bench-build clean distclean help
+ifdef RELEASE
+export CPU_WHEEL_RELEASE := $(RELEASE)
+endif
+
+.PHONY: all table install wheel source series worktree refresh stock test test-all lint bench-build clean distclean help
 
 all: table
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# The output of `make series` is for scripts, so this says nothing there.
+$(VENV)/tools: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import cpu_wheel'
-	$(PYTHON) -m venv $(VENV)
-	@echo "installing the build tools into $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing the build tools into $(VENV) ..." >&2
 	@$(PIP) 'pip==26.3' && $(PIP) -c constraints.txt --group build --group test --group lint || \
 	  { echo "make: pip could not install the build tools, see above; check the network and 'pip config list'" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/ready: $(VENV)/tools
 	@$(WHEEL) torch
 	@touch $@
 
@@ -32,8 +40,17 @@ install: $(VENV)/ready ## build the wheel and install it into .venv
 wheel: $(VENV)/ready ## build the wheel into dist/
 	@$(WHEEL) wheel
 
-source: $(VENV)/ready ## make the patched source tree
+source: $(VENV)/tools ## make the patched source tree (RELEASE=X: of another release)
 	@$(WHEEL) source
+
+series: $(VENV)/tools ## print the patch files of a release (RELEASE=X), in order
+	@$(WHEEL) series
+
+worktree: $(VENV)/tools ## make a git repository to edit, one commit a patch
+	@$(WHEEL) worktree
+
+refresh: $(VENV)/tools ## write that repository's commits back to patches/
+	@$(WHEEL) refresh
 
 stock: $(VENV)/ready ## unpack the native wheel as published, for comparison
 	@$(WHEEL) stock

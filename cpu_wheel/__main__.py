@@ -50,6 +50,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             default=ROOT / "dist",
             help="the folder that takes the wheel (default: dist)",
         )
+    series = commands.add_parser(
+        "series", help="print the patch files of a release, in order"
+    )
+    series.add_argument(
+        "--release", metavar="X", help="the release (default: CPU_WHEEL_RELEASE's)"
+    )
+    for name, does in (
+        ("worktree", "make a git repository to edit, one commit a patch, in build/"),
+        ("refresh", "write the commits of that repository back to patches/"),
+    ):
+        command = commands.add_parser(name, help=does)
+        command.add_argument(
+            "--worktree",
+            type=Path,
+            metavar="DIR",
+            help="the repository (default: build/worktree-RELEASE)",
+        )
     commands.add_parser(
         "stock",
         help="unpack the native wheel as published into build/ and print where it is",
@@ -60,11 +77,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     # What is not in the standard library is imported in here, so that main() can
     # say what is missing.
-    from cpu_wheel import install, steps
+    from cpu_wheel import install, queue, steps
     from cpu_wheel.fetch import fetch
 
     settings = Settings.from_environment()
-    release = load_release(settings.release)
+    release = load_release(getattr(arguments, "release", None) or settings.release)
+    worktree = steps.BUILD / f"worktree-{release.version}"
     match arguments.command:
         case "torch":
             install.install_torch(release.torch, release.torch_index)
@@ -83,6 +101,16 @@ def run(arguments: argparse.Namespace) -> None:
             install.install_wheel(
                 steps.make_wheel(settings, arguments.dist_dir.absolute())
             )
+        case "series":
+            print(*release.series, sep="\n")
+        case "worktree":
+            folder = (arguments.worktree or worktree).absolute()
+            queue.make_worktree(fetch(release.sdist, settings.cache), release, folder)
+            print(folder)
+        case "refresh":
+            folder = (arguments.worktree or worktree).absolute()
+            for path in queue.refresh(release, folder):
+                print(path)
         case "stock":
             folder = steps.BUILD / f"stock-{release.version}"
             install.unpack_stock(fetch(release.native_wheel, settings.cache), folder)

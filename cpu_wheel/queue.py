@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch queue as a git repository to edit, and back again.
+
+The first commit of such a repository is upstream's sdist as it is, each one after
+it a patch of the series. The way there and back changes no byte of a patch,
+whatever the user's git settings are.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cpu_wheel.pins import PATCHES, BuildError, Release, read_pins, read_series
+from cpu_wheel.source import git_environment, unpack
+
+UPSTREAM = "upstream"
+BRANCH = "patched"
+# A patch depends on the commit alone: no hash of a commit, no version of git.
+FORMAT = ("--zero-commit", "--no-signature", "--full-index", "-N")
+
+
+def git(tree: Path, *arguments: str | Path) -> str:
+    """Run git on a tree by its own defaults and return its output.
+
+    Raises:
+        BuildError: It failed; says why in git's first words.
+    """
+    result = subprocess.run(
+        ["git", *arguments],
+        cwd=tree,
+        env=git_environment(tree)
+        | {
+            "GIT_AUTHOR_NAME": "vLLM",
+            "GIT_AUTHOR_EMAIL": "",
+            "GIT_COMMITTER_NAME": "cpu_wheel",
+            "GIT_COMMITTER_EMAIL": "",
+        },
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    if result.returncode != 0:
+        words = (result.stderr or result.stdout).strip() or "no output"
+        raise BuildError(f"git {arguments[0]} in {tree}: {words.splitlines()[0]}")
+    return result.stdout
+
+
+def make_worktree(sdist: Path, release: Release, folder: Path) -> None:
+    """Make a git repository with upstream's files and one commit a patch.
+
+    Args:
+        sdist: The verified sources of the release.
+        release: The release, for its series.
+        folder: The folder to make; a failure leaves none behind.
+
+    Raises:
+        BuildError: The folder exists, or a patch does not apply.
+    """
+    if folder.exists():
+        raise BuildError(f"{folder} exists and may hold work; move or remove it first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
+    try:
+        unpack(sdist, scratch)
+        git(scratch, "init", "--quiet", "--template=", f"--initial-branch={UPSTREAM}")
+        # Upstream's files as they are: ignored ones too, and their line ends.
+        attributes = scratch / ".git" / "info" / "attributes"
+        attributes.parent.mkdir(exist_ok=True)
+        attributes.write_text("* -text\n")
+        git(scratch, "add", "--all", "--force")
+        git(scratch, "commit", "--quiet", "-m", f"vLLM {release.version}")
+        git(scratch, "checkout", "--quiet", "-b", BRANCH)
+        for patch in release.series:
+            try:
+                git(scratch, "am", "--quiet", "--keep-non-patch", "--keep-cr", patch)
+            except BuildError as error:
+                raise BuildError(f"{patch.name} does not apply ({error})") from None
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch.with_name(scratch.name + ".unpack"), ignore_errors=True)
+
+
+def refresh(release: Release, folder: Path, patches: Path = PATCHES) -> list[Path]:
+    """Write the commits of a worktree back as the patches of a release.
+
+    The pinned release decides what the patches are called and which there are. A
+    patch that gets another number gets it in the series of every release. Another
+    release has its own say only in what lies in a subfolder.
+
+    Args:
+        release: The release that the worktree was made for.
+        folder: The worktree, with all work committed.
+        patches: The folder that holds the series.
+
+    Returns:
+        The files that changed, are new or are gone.
+
+    Raises:
+        BuildError: Work is not committed, or the commits do not fit the series.
+    """
+    if not (folder / ".git").is_dir():
+        raise BuildError(f"{folder} is no worktree; `make worktree` makes one")
+    if git(folder, "status", "--porcelain", "--untracked-files=no"):
+        raise BuildError(f"{folder} has changes that are not committed")
+    with tempfile.TemporaryDirectory(prefix=".refresh-", dir=patches) as scratch:
+        commits = f"{UPSTREAM}..{BRANCH}"
+        git(folder, "format-patch", "--quiet", *FORMAT, "-o", scratch, commits)
+        made = sorted(Path(scratch).iterdir())
+        content = {path.name: path.read_bytes() for path in made}
+    series = patches / release.series_file.name
+    old = [str(path.relative_to(patches)) for path in read_series(series)]
+    if release.pinned:
+        return refresh_pinned(content, old, series)
+    if len(old) != len(content):
+        raise BuildError(
+            f"{folder} has {len(content)} commits, {series.name} {len(old)} patches: "
+            "name each in the series first"
+        )
+    changed = []
+    for name, text in zip(old, content.values(), strict=True):
+        own = "/" in name
+        if own and (patches / name).read_bytes() != text:
+            (patches / name).write_bytes(text)
+            changed.append(patches / name)
+        elif not own and changes(text) != changes((patches / name).read_bytes()):
+            raise BuildError(
+                f"{name} serves other releases too: change it in the worktree of the "
+                f"pinned release, or give {release.version} a copy in a subfolder"
+            )
+    return changed
+
+
+def refresh_pinned(
+    content: dict[str, bytes], old: list[str], series: Path
+) -> list[Path]:
+    """Replace the patches of the pinned release, see refresh."""
+    patches = series.parent
+    renamed = {stem(name): name for name in content}
+    others = {
+        path: path.read_text()
+        for path in {patches / pin["series"] for pin in read_pins()["release"].values()}
+        if path != series and path.exists()
+    }
+    changed = []
+    for path, text in others.items():
+        lines = [
+            renamed.get(stem(line), line) if line in old else line
+            for line in text.splitlines()
+        ]
+        named = set(lines)
+        for name in set(content) - set(old) - named:
+            print(f"cpu_wheel: {path.name} does not name {name}", file=sys.stderr)
+        for name in named & (set(old) - set(content)):
+            raise BuildError(f"{path.name} still names {name}, which has no commit")
+        others[path] = "".join(f"{line}\n" for line in lines)
+    for path, text in (
+        (series, "".join(f"{name}\n" for name in content)),
+        *others.items(),
+    ):
+        if path.read_text() != text:
+            path.write_text(text)
+            changed.append(path)
+    for name in old:
+        if name not in content:
+            (patches / name).unlink()
+            changed.append(patches / name)
+    for name, patch in content.items():
+        path = patches / name
+        if not path.exists() or path.read_bytes() != patch:
+            path.write_bytes(patch)
+            changed.append(path)
+    return changed
+
+
+def stem(name: str) -> str:
+    """Return a patch file's name without its number."""
+    return re.sub(r"^\d+-", "", name)
+
+
+def changes(patch: bytes) -> list[bytes]:
+    """Return the lines that a patch takes and adds, wherever its hunks lie."""
+    _, _, diff = patch.partition(b"\ndiff --git ")
+    return [line for line in diff.splitlines() if line[:1] in (b"+", b"-")]

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""That every release of upstream.toml takes its series, and the way to git and back.
+
+The sources come the way a build gets them: from the cache, or from an index.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu_wheel import queue, source
+from cpu_wheel.fetch import fetch
+from cpu_wheel.pins import (
+    PATCHES,
+    ROOT,
+    BuildError,
+    Release,
+    Settings,
+    load_release,
+    read_pins,
+)
+
+PINNED = load_release()
+RELEASES = list(read_pins()["release"])
+
+
+def sdist(release: Release) -> Path:
+    return fetch(release.sdist, Settings.from_environment().cache)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of every file of a tree, but for git's own."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and ".git" not in path.relative_to(folder).parts[:1]
+    }
+
+
+def cpu_wheel(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cpu_wheel", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_series_applies(
+    version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = load_release(version)
+
+    source.make_source(
+        sdist(release), release.series, not release.pinned, tmp_path / "tree"
+    )
+
+    text = (tmp_path / "tree/vllm/platforms/cpu.py").read_text()
+    assert "Legacy setting: the default of --kv-cache-memory-bytes" in text
+    reported = "applies only at" in capsys.readouterr().err
+    assert reported is not release.pinned
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_gnu_patch_takes_the_series_without_fuzz(version: str, tmp_path: Path) -> None:
+    """As quilt applies it, which calls patch."""
+    release = load_release(version)
+    source.unpack(sdist(release), tmp_path / "tree")
+
+    report = ""
+    for line in release.series_file.read_text().splitlines():
+        report += subprocess.run(
+            ["patch", "-p1", "--fuzz=0", "--force", "-i", PATCHES / line],
+            cwd=tmp_path / "tree",
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert "patching file vllm/envs.py" in report
+    assert "fuzz" not in report
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_slot_mapping_fallback_takes_what_its_caller_gives(
+    version: str, tmp_path: Path
+) -> None:
+    """Only 0.32.0 needs a patch for that; see there."""
+    release = load_release(version)
+    tree = tmp_path / "tree"
+    source.make_source(sdist(release), release.series, not release.pinned, tree)
+
+    fallback = (tree / "vllm/utils/cpu_triton_utils.py").read_text()
+    kernel = (tree / "vllm/v1/worker/block_table.py").read_text()
+
+    given = re.search(r"\bblock_table_stride,.*\n\s+block_size,\n\s+slot_map", kernel)
+    taken = re.search(r"\bblock_size: int,\n\s+slot_mapping: ", fallback)
+    assert bool(taken) == bool(given)
+    assert bool(taken) == (version in ("0.28.0", "0.29.0", "0.30.0", "0.31.0"))
+
+
+def test_every_stored_patch_is_named_by_a_series() -> None:
+    named = {path for version in RELEASES for path in load_release(version).series}
+
+    assert set(PATCHES.rglob("*.patch")) == named
+
+
+def test_a_release_has_its_own_copy_only_where_the_shared_patch_fails(
+    tmp_path: Path,
+) -> None:
+    compared = 0
+    for version in RELEASES:
+        release = load_release(version)
+        for number, patch in enumerate(release.series):
+            shared = PATCHES / patch.name
+            if patch != shared and shared.exists():
+                compared += 1
+                with pytest.raises(BuildError, match="does not match the source"):
+                    source.make_source(
+                        sdist(release),
+                        [*release.series[:number], shared],
+                        True,
+                        tmp_path / "tree",
+                    )
+    assert compared
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_series_command(version: str) -> None:
+    result = cpu_wheel("series", "--release", version)
+
+    assert result.stdout.splitlines() == [str(p) for p in load_release(version).series]
+    assert cpu_wheel("series", CPU_WHEEL_RELEASE=version).stdout == result.stdout
+
+
+def test_unknown_release_is_refused_in_one_line() -> None:
+    result = cpu_wheel("series", "--release", "0.1.0")
+
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "'0.1.0'" in line and PINNED.version in line
+
+
+def test_wheel_without_a_native_wheel_is_refused_in_one_line(tmp_path: Path) -> None:
+    (version,) = (
+        v for v, pin in read_pins()["release"].items() if "native-wheel" not in pin
+    )
+
+    result = cpu_wheel("wheel", "--dist-dir", str(tmp_path), CPU_WHEEL_RELEASE=version)
+
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert version in line and "native wheel" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def hostile_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of a user that change what git reads, writes and calls its files."""
+    home = tmp_path / "home"
+    (home / ".config/git").mkdir(parents=True)
+    (home / ".gitconfig").write_text(
+        "[core]\n\tautocrlf = true\n\tabbrev = 5\n\tquotePath = false\n"
+        f"\thooksPath = {home}/hooks\n\texcludesFile = {home}/ignore\n"
+        "[diff]\n\tnoprefix = true\n\tmnemonicPrefix = true\n\tcontext = 1\n"
+        "\talgorithm = patience\n\tinterHunkContext = 9\n"
+        "[format]\n\tsignOff = true\n\tnumbered = true\n\tattach = true\n"
+        "\tsubjectPrefix = MINE\n\tsuffix = .txt\n\tfrom = me <me@example.org>\n"
+        "\tto = list@example.org\n\tcoverLetter = true\n"
+        "[am]\n\tkeepcr = false\n\tthreeWay = true\n"
+        "[apply]\n\twhitespace = fix\n"
+        "[commit]\n\tgpgSign = true\n[gpg]\n\tprogram = /bin/false\n"
+        "[i18n]\n\tcommitEncoding = latin1\n\tlogOutputEncoding = latin1\n"
+        f"[init]\n\tdefaultBranch = mine\n\ttemplateDir = {home}/template\n"
+    )
+    (home / "ignore").write_text("*.py\n")
+    (home / ".config/git/ignore").write_text("*.toml\n")
+    (home / ".config/git/attributes").write_text(
+        "*.py diff=ada\n* text=auto eol=crlf\n"
+    )
+    for folder in ("hooks", "template/hooks"):
+        (home / folder).mkdir(parents=True)
+        for name in ("applypatch-msg", "pre-commit", "pre-applypatch", "commit-msg"):
+            hook = home / folder / name
+            hook.write_text("#!/bin/sh\nexit 1\n")
+            hook.chmod(0o755)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(home / ".gitconfig"))
+    monkeypatch.setenv("GIT_DIFF_OPTS", "-u7")
+    monkeypatch.setenv("GIT_DIR", str(home / "elsewhere"))
+    monkeypatch.setenv("GIT_AUTHOR_DATE", "2001-01-01T00:00:00")
+    monkeypatch.setenv("LC_ALL", "C")
+
+
+@pytest.fixture
+def patches(tmp_path: Path) -> Path:
+    """A copy of patches/, for a test to write to."""
+    copy = tmp_path / "patches"
+    for path in (*PATCHES.rglob("*.patch"), *PATCHES.glob("series*")):
+        target = copy / path.relative_to(PATCHES)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    return copy
+
+
+def edit(tree: Path, text: str, *commit: str) -> None:
+    """Append to a file that no patch touches, and commit."""
+    with (tree / "README.md").open("a") as file:
+        file.write(text)
+    queue.git(tree, "commit", "--quiet", "--all", *commit)
+
+
+@pytest.mark.usefixtures("hostile_git")
+def test_round_trip_changes_no_byte(tmp_path: Path, patches: Path) -> None:
+    before = files(patches)
+    tree = tmp_path / "tree"
+
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+
+    assert queue.refresh(PINNED, tree, patches) == []
+    assert files(patches) == before
+    # Written anew, not only left alone:
+    for path in patches.glob("*.patch"):
+        path.write_text("gone")
+    assert len(queue.refresh(PINNED, tree, patches)) == len(PINNED.series)
+    assert files(patches) == before
+
+
+@pytest.mark.usefixtures("hostile_git")
+def test_worktree_is_the_patched_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "overlay_files", lambda: [])
+    source.make_source(sdist(PINNED), PINNED.series, False, tmp_path / "source")
+
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+
+    assert files(tree) == files(tmp_path / "source")
+    log = queue.git(tree, "log", "--format=%s", f"{queue.UPSTREAM}..{queue.BRANCH}")
+    assert len(log.splitlines()) == len(PINNED.series)
+    first = queue.git(tree, "ls-tree", "-r", "--name-only", "-z", queue.UPSTREAM)
+    source.unpack(sdist(PINNED), tmp_path / "upstream")
+    upstream = files(tmp_path / "upstream")
+    assert set(first.rstrip("\0").split("\0")) == set(upstream)
+    assert b"\r\n" in b"".join(upstream.values())
+
+
+def test_refresh_adds_and_renumbers(
+    tmp_path: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    last = PINNED.series[-1].name
+    number, _, rest = last.partition("-")
+    renumbered = f"{int(number) + 1:04d}-{rest}"
+    message = "[Doc][CPU] Say more\n\nWhy.\n\nForwarded: no"
+    # A commit before the last one, as `git rebase -i` would put it.
+    queue.git(tree, "reset", "--quiet", "--hard", "HEAD~1")
+    edit(tree, "more\n", "-m", message)
+    queue.git(tree, "am", "--quiet", "--keep-non-patch", PATCHES / last)
+
+    changed = queue.refresh(PINNED, tree, patches)
+
+    assert not (patches / last).exists()
+    assert patches / renumbered in changed
+    new = f"{number}-Doc-CPU-Say-more.patch"
+    assert b"\n+more\n" in (patches / new).read_bytes()
+    assert b"Subject: [PATCH] [Doc][CPU] Say more\n" in (patches / new).read_bytes()
+    lines = (patches / "series").read_text().splitlines()
+    assert lines[-2:] == [new, renumbered]
+    said = capsys.readouterr().err
+    for other in patches.glob("series-*"):
+        assert other.read_text().splitlines()[-1] == renumbered
+        assert f"{other.name} does not name {new}" in said
+
+
+def test_refresh_drops_a_patch_that_no_other_release_has(
+    tmp_path: Path, patches: Path
+) -> None:
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.git(tree, "reset", "--quiet", "--hard", "HEAD~1")
+    before = files(patches)
+
+    with pytest.raises(BuildError, match=f"still names {PINNED.series[-1].name}"):
+        queue.refresh(PINNED, tree, patches)
+
+    assert files(patches) == before
+    for other in patches.glob("series-*"):
+        lines = other.read_text().splitlines()
+        other.write_text("".join(f"{line}\n" for line in lines[:-1]))
+    queue.refresh(PINNED, tree, patches)
+    assert not (patches / PINNED.series[-1].name).exists()
+    assert len((patches / "series").read_text().splitlines()) == len(PINNED.series) - 1
+
+
+def test_refresh_of_another_release_writes_only_its_own(
+    tmp_path: Path, patches: Path
+) -> None:
+    release = next(
+        release
+        for release in map(load_release, RELEASES)
+        if not release.pinned and release.series[0].parent != PATCHES
+    )
+    own = patches / release.series[0].relative_to(PATCHES)
+    before = files(patches)
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(release), release, tree)
+
+    own.write_bytes(b"gone")
+    assert queue.refresh(release, tree, patches) == [own]
+    assert files(patches) == before
+
+    edit(tree, "more\n", "--amend", "--no-edit")
+    with pytest.raises(BuildError, match="serves other releases too"):
+        queue.refresh(release, tree, patches)
+    edit(tree, "more\n", "-m", "one too many")
+    with pytest.raises(BuildError, match="name each in the series first"):
+        queue.refresh(release, tree, patches)
+    assert files(patches) == before
+
+
+def test_refresh_refuses_what_is_not_committed(tmp_path: Path, patches: Path) -> None:
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    before = files(patches)
+    (tree / "README.md").write_text("edited")
+
+    with pytest.raises(BuildError, match="not committed"):
+        queue.refresh(PINNED, tree, patches)
+
+    assert files(patches) == before
+
+
+def test_worktree_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("mine")
+
+    with pytest.raises(BuildError, match="may hold work"):
+        queue.make_worktree(sdist(PINNED), PINNED, tmp_path)
+
+    assert (tmp_path / "work").read_text() == "mine"
