@@ -153,8 +153,9 @@ def refresh_pinned(
             for line in text.splitlines()
         ]
         named = set(lines)
-        for name in set(content) - set(old) - named:
-            print(f"cpu_wheel: {path.name} does not name {name}", file=sys.stderr)
+        for name in content:
+            if name not in named and name not in old:
+                print(f"cpu_wheel: {path.name} does not name {name}", file=sys.stderr)
         for name in named & (set(old) - set(content)):
             raise BuildError(f"{path.name} still names {name}, which has no commit")
         others[path] = "".join(f"{line}\n" for line in lines)

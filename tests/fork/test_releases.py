@@ -112,7 +112,7 @@ def test_every_stored_patch_is_named_by_a_series() -> None:
     assert set(PATCHES.rglob("*.patch")) == named
 
 
-def test_a_release_has_its_own_copy_only_where_the_shared_patch_fails(
+def test_own_copies_differ_or_the_shared_patch_does_not_apply(
     tmp_path: Path,
 ) -> None:
     compared = 0
@@ -122,6 +122,10 @@ def test_a_release_has_its_own_copy_only_where_the_shared_patch_fails(
             shared = PATCHES / patch.name
             if patch != shared and shared.exists():
                 compared += 1
+                if queue.changes(patch.read_bytes()) != queue.changes(
+                    shared.read_bytes()
+                ):
+                    continue
                 with pytest.raises(BuildError, match="does not match the source"):
                     source.make_source(
                         sdist(release),

@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a user is told about the KV cache budget on CPU.
+
+The setting that an error or a log line shows works as printed: engines are
+started again with it, and with one byte less. Each engine has dummy weights and a
+forked child of its own, as it takes memory and threads that it does not give back.
+
+The model has 28 full attention and 7 sliding window layers in groups of 7: a
+block of 128 tokens takes 1.75 MiB, a request of 2,048 tokens 67 blocks.
+"""
+
+import argparse
+import json
+import multiprocessing
+import re
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm import LLM, envs
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
+from vllm.v1.worker import cpu_worker
+
+MiB = 1 << 20
+GiB = 1 << 30
+BLOCK = 7 * MiB // 4
+# 67 blocks and the null block
+FITS = 68 * BLOCK
+
+REFERENCE_MODEL = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 35,
+    "layer_types": [
+        "full_attention" if (layer + 1) % 5 else "sliding_attention"
+        for layer in range(35)
+    ],
+    "sliding_window": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms._current_platform", CpuPlatform())
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    envs.disable_envs_cache()
+
+
+def start(folder: Path, ask: Callable[[LLM], Any], kwargs: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(REFERENCE_MODEL))
+    settings = {"max_model_len": 2048, "tensor_parallel_size": 1} | kwargs
+    return ask(
+        LLM(
+            str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            block_size=128,
+            max_num_batched_tokens=128,
+            max_num_seqs=2,
+            **settings,
+        )
+    )
+
+
+def in_child(
+    send: Connection, folder: Path, ask: Callable[[LLM], Any], kwargs: dict[str, Any]
+) -> None:
+    answer, error = None, ""
+    try:
+        answer = start(folder, ask, kwargs)
+    except Exception as exception:
+        error = str(exception)
+    send.send(SimpleNamespace(answer=answer, error=error))
+
+
+def num_blocks(engine: LLM) -> int:
+    blocks = engine.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    assert blocks is not None
+    return blocks
+
+
+def run_engine(
+    folder: Path, ask: Callable[[LLM], Any] = num_blocks, **kwargs: Any
+) -> SimpleNamespace:
+    """Start an engine in a forked child and ask it something.
+
+    Returns:
+        What it answered, and the error that it did not start with.
+    """
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    child = fork.Process(target=in_child, args=(send, folder, ask, kwargs))
+    child.start()
+    send.close()
+    try:
+        return receive.recv()
+    finally:
+        child.join()
+
+
+def setting_in(error: str) -> str:
+    """The setting that an error names, as it would be given."""
+    (setting,) = re.findall(r"`([A-Za-z_-]+=[^`]+)`", error)
+    return setting
+
+
+def explicit(size: int) -> dict[str, int]:
+    return {"kv_cache_memory_bytes": size}
+
+
+@pytest.mark.parametrize("share_of_need", [0.5, 0], ids=["too-little", "none"])
+@pytest.mark.parametrize("variable", [None, "4"], ids=["alone", "over-variable"])
+def test_error_names_the_bytes_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str | None,
+    share_of_need: float,
+) -> None:
+    if variable:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+
+    error = run_engine(tmp_path, **explicit(int(FITS * share_of_need) or MiB)).error
+
+    assert setting_in(error) == f"--kv-cache-memory-bytes={FITS}"
+    assert f"{FITS} bytes per rank" in error
+    assert "gpu_memory_utilization" not in error
+    assert "VLLM_CPU_KVCACHE_SPACE" not in error
+
+
+def test_bytes_that_fit_are_the_least(tmp_path: Path) -> None:
+    error = run_engine(tmp_path, **explicit(64 * MiB)).error
+    size = int(setting_in(error).partition("=")[2])
+
+    assert run_engine(tmp_path, **explicit(size)).answer == 68
+    assert run_engine(tmp_path, **explicit(size - 1)).error.endswith(
+        error[error.index("Try giving") :]
+    )
+
+
+def test_variable_that_fits_is_the_least(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.0625")
+    error = run_engine(tmp_path).error
+    name, _, value = setting_in(error).partition("=")
+    assert name == "VLLM_CPU_KVCACHE_SPACE"
+    assert f"{FITS} bytes per rank" in error
+    assert "gpu_memory_utilization" not in error
+
+    monkeypatch.setenv(name, value)
+    assert run_engine(tmp_path).answer == 68
+    monkeypatch.setenv(name, repr((float(value) * GiB - 1) / GiB))
+    assert setting_in(run_engine(tmp_path).error) == f"{name}={value}"
+
+
+@pytest.mark.parametrize("budget", [1, BLOCK, 2 * BLOCK])
+def test_automatic_length_names_the_bytes_that_fit(tmp_path: Path, budget: int) -> None:
+    error = run_engine(tmp_path, max_model_len=-1, **explicit(budget)).error
+
+    assert "Cannot auto-fit max_model_len" in error
+    assert "gpu_memory_utilization" not in error
+    name, _, size = setting_in(error).partition("=")
+    assert name == "--kv-cache-memory-bytes"
+    assert run_engine(tmp_path, max_model_len=-1, **explicit(int(size))).answer > 1
+    again = run_engine(tmp_path, max_model_len=-1, **explicit(int(size) - 1))
+    assert again.error == error
+
+
+def test_number_of_blocks_that_fits_is_the_least(tmp_path: Path) -> None:
+    settings = explicit(64 * MiB)
+    error = run_engine(tmp_path, num_gpu_blocks_override=10, **settings).error
+
+    assert "gpu_memory_utilization" not in error
+    assert setting_in(error) == "--num-gpu-blocks-override=68"
+    assert run_engine(tmp_path, num_gpu_blocks_override=68, **settings).answer == 68
+    again = run_engine(tmp_path, num_gpu_blocks_override=67, **settings).error
+    assert setting_in(again) == setting_in(error)
+
+
+@pytest.mark.parametrize(
+    ("available", "max_model_len"),
+    [
+        pytest.param(64 * MiB, 2048, id="too-little"),
+        pytest.param(MiB, 2048, id="none"),
+        pytest.param(MiB, -1, id="automatic-length"),
+    ],
+)
+def test_memory_utilization_is_named_where_it_decides(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    available: int,
+    max_model_len: int,
+) -> None:
+    monkeypatch.setattr(
+        cpu_worker.CPUWorker, "determine_available_memory", lambda self: available
+    )
+
+    error = run_engine(
+        tmp_path, max_model_len=max_model_len, gpu_memory_utilization=0.01
+    ).error
+
+    assert "Try increasing `gpu_memory_utilization`" in error
+    assert "bytes per rank" not in error
+
+
+@pytest.mark.slow
+def test_bytes_that_fit_two_pipeline_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second rank has more layers, so it alone decides."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "10,25")
+
+    def error(size: int) -> str:
+        return run_engine(tmp_path, pipeline_parallel_size=2, **explicit(size)).error
+
+    first = error(16 * MiB)
+    size = int(setting_in(first).partition("=")[2])
+
+    # Between them, the first rank would have enough and the second has not.
+    assert FITS // 2 < size < FITS
+    assert setting_in(error(size - 1)) == setting_in(first)
+    assert error(size) == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "size", "shown"),
+    [
+        pytest.param(
+            None,
+            128 * MiB,
+            ("(128.0 MiB/", "--kv-cache-memory-bytes=134217728"),
+            id="explicit",
+        ),
+        pytest.param(
+            "4",
+            128 * MiB + 1,
+            ("(128.0 MiB/", "--kv-cache-memory-bytes=134217729"),
+            id="explicit-over-variable",
+        ),
+        pytest.param(
+            "0.125",
+            128 * MiB,
+            ("(128.0 MiB/", "--kv-cache-memory-bytes=134217728"),
+            id="explicit-equals-variable",
+        ),
+        pytest.param(
+            "0.125",
+            None,
+            ("(128.0 MiB/", "VLLM_CPU_KVCACHE_SPACE=0.125"),
+            id="variable",
+        ),
+        pytest.param(
+            "1", None, ("(1.0 GiB/", "VLLM_CPU_KVCACHE_SPACE=1.0"), id="one-GiB"
+        ),
+    ],
+)
+def test_budget_and_its_origin_are_logged(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    variable: str | None,
+    size: int | None,
+    shown: tuple[str, str],
+) -> None:
+    if variable:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+
+    run_engine(tmp_path, kv_cache_memory_bytes=size)
+
+    log = capfd.readouterr().out
+    (line,) = [line for line in log.splitlines() if "Explicitly set" in line]
+    assert shown[0] in line
+    assert line.endswith(f"from {shown[1]}.")
+    assert "per rank" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "size", "shown"),
+    [
+        pytest.param(None, 128 * MiB, "--kv-cache-memory-bytes=134217728", id="bytes"),
+        pytest.param("0.125", None, "VLLM_CPU_KVCACHE_SPACE=0.125", id="variable"),
+    ],
+)
+def test_budget_above_what_is_free_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str | None,
+    size: int | None,
+    shown: str,
+) -> None:
+    if variable:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+    monkeypatch.setattr(
+        cpu_worker,
+        "get_memory_node_info",
+        lambda node: SimpleNamespace(total_memory=2 * GiB, available_memory=125 * MiB),
+    )
+
+    error = run_engine(tmp_path, kv_cache_memory_bytes=size).error
+
+    assert "(125.0 MiB/2.0 GiB)" in error
+    assert f"(128.0 MiB per rank, from {shown})" in error
+    assert "--kv-cache-memory-bytes" in error
+
+
+def test_maximum_concurrency_leaves_out_the_null_block(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def ask(engine: LLM) -> tuple[float, int, int]:
+        config = engine.llm_engine.vllm_config.cache_config
+        core = engine.llm_engine.engine_core.engine_core  # type: ignore
+        pool = core.scheduler.kv_cache_manager.block_pool
+        return (
+            config.kv_cache_max_concurrency,
+            config.kv_cache_size_tokens,
+            pool.get_num_free_blocks(),
+        )
+
+    answer = run_engine(tmp_path, ask, **explicit(2 * 67 * BLOCK)).answer
+
+    concurrency, tokens, free_blocks = answer
+    assert free_blocks == 133
+    assert concurrency == free_blocks / 67
+    assert (
+        "Maximum concurrency for 2,048 tokens per request: 1.99x"
+        in capfd.readouterr().out
+    )
+    # The size is that of the whole pool.
+    assert tokens == 2 * 2048
+
+
+@pytest.mark.parametrize("variable", [None, "1"], ids=["explicit", "variable"])
+def test_origin_is_no_label_and_no_compile_factor(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    def build(size: int | None) -> CacheConfig:
+        return VllmConfig(
+            cache_config=CacheConfig(kv_cache_memory_bytes=size),
+            device_config=DeviceConfig("cpu"),
+        ).cache_config
+
+    without = build(None)
+    if variable:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+
+    cache_config = build(None if variable else GiB)
+
+    labels = cache_config.metrics_info()
+    assert labels == without.metrics_info() | {"kv_cache_memory_bytes": str(GiB)}
+    assert not [label for label in labels if "env" in label]
+    assert cache_config.compute_hash() == without.compute_hash()
+
+
+@pytest.mark.parametrize("size", [1, 128 * MiB + 1, FITS, 40 * GiB + 1])
+def test_shown_variable_gives_the_same_budget(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    device_config = DeviceConfig("cpu")
+    first = VllmConfig(cache_config=CacheConfig(), device_config=device_config)
+    # As it is built again, and copied to the workers.
+    first.__post_init__()
+
+    name, _, value = first.cache_config.kv_cache_memory_setting(size).partition("=")
+    monkeypatch.setenv(name, value)
+    second = VllmConfig(cache_config=CacheConfig(), device_config=device_config)
+
+    assert name == "VLLM_CPU_KVCACHE_SPACE"
+    assert second.cache_config.kv_cache_memory_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("refused", "suggested"),
+    [
+        ("0.125G", "128M"),
+        ("0.5G", "512M"),
+        ("1.5T", "1536G"),
+        ("1.0G", "1G"),
+        ("1.5K", "1536"),
+        ("0.1G", "107374182"),
+        ("0.0G", "0"),
+    ],
+)
+def test_decimals_with_a_binary_suffix(refused: str, suggested: str) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+
+    with pytest.raises(argparse.ArgumentError) as error:
+        parser.parse_args(["--kv-cache-memory-bytes", refused])
+
+    assert f"Did you mean to use {suggested} instead?" in str(error.value)
+    units = {"K": 1 << 10, "M": MiB, "G": GiB, "T": 1 << 40}
+    size = int(float(refused[:-1]) * units[refused[-1]])
+    assert human_readable_int(suggested) == size
