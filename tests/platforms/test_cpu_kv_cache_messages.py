@@ -27,6 +27,7 @@ from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
+from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker import cpu_worker
 
 MiB = 1 << 20
@@ -63,30 +64,28 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     envs.disable_envs_cache()
 
 
-def start(folder: Path, ask: Callable[[LLM], Any], kwargs: dict[str, Any]) -> Any:
+def engine_arguments(folder: Path, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of an engine, whose config.json goes to folder."""
     (folder / "config.json").write_text(json.dumps(REFERENCE_MODEL))
-    settings = {"max_model_len": 2048, "tensor_parallel_size": 1} | kwargs
-    return ask(
-        LLM(
-            str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            block_size=128,
-            max_num_batched_tokens=128,
-            max_num_seqs=2,
-            **settings,
-        )
-    )
+    return {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "block_size": 128,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 2,
+    } | kwargs
 
 
 def in_child(
-    send: Connection, folder: Path, ask: Callable[[LLM], Any], kwargs: dict[str, Any]
+    send: Connection, ask: Callable[[LLM], Any], arguments: dict[str, Any]
 ) -> None:
     answer, error = None, ""
     try:
-        answer = start(folder, ask, kwargs)
+        answer = ask(LLM(**arguments))
     except Exception as exception:
         error = str(exception)
     send.send(SimpleNamespace(answer=answer, error=error))
@@ -108,7 +107,8 @@ def run_engine(
     """
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
-    child = fork.Process(target=in_child, args=(send, folder, ask, kwargs))
+    arguments = engine_arguments(folder, **kwargs)
+    child = fork.Process(target=in_child, args=(send, ask, arguments))
     child.start()
     send.close()
     try:
@@ -185,6 +185,17 @@ def test_automatic_length_names_the_bytes_that_fit(tmp_path: Path, budget: int) 
     assert again.error == error
 
 
+@pytest.mark.forked
+def test_failed_automatic_length_leaves_the_configuration(tmp_path: Path) -> None:
+    arguments = engine_arguments(tmp_path, max_model_len=-1, **explicit(BLOCK))
+    config = EngineArgs(**arguments).create_engine_config()
+
+    with pytest.raises(ValueError, match="Cannot auto-fit max_model_len"):
+        LLMEngine.from_vllm_config(config)
+
+    assert config.model_config.max_model_len == 2048
+
+
 def test_number_of_blocks_that_fits_is_the_least(tmp_path: Path) -> None:
     settings = explicit(64 * MiB)
     error = run_engine(tmp_path, num_gpu_blocks_override=10, **settings).error
@@ -223,12 +234,13 @@ def test_memory_utilization_is_named_where_it_decides(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layers", ["10,25", "25,10"])
 def test_bytes_that_fit_two_pipeline_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layers: str
 ) -> None:
-    """The second rank has more layers, so it alone decides."""
+    """The rank with more layers alone decides."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "10,25")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", layers)
 
     def error(size: int) -> str:
         return run_engine(tmp_path, pipeline_parallel_size=2, **explicit(size)).error
@@ -236,7 +248,6 @@ def test_bytes_that_fit_two_pipeline_ranks(
     first = error(16 * MiB)
     size = int(setting_in(first).partition("=")[2])
 
-    # Between them, the first rank would have enough and the second has not.
     assert FITS // 2 < size < FITS
     assert setting_in(error(size - 1)) == setting_in(first)
     assert error(size) == ""
