@@ -60,7 +60,10 @@ lint: $(VENV)/ready ## ruff and mypy on our own code
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test: install stock lint ## all tests
+test: install stock lint ## all tests but those that take minutes
+	$(PY) -m pytest -m 'not slow'
+
+test-all: install stock lint ## all tests
 	$(PY) -m pytest
 
 bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files

@@ -66,10 +66,9 @@ def make_worktree(sdist: Path, release: Release, folder: Path) -> None:
     scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
     try:
         unpack(sdist, scratch)
-        git(scratch, "init", "--quiet", "--template=", f"--initial-branch={UPSTREAM}")
+        git(scratch, "init", "--quiet", f"--initial-branch={UPSTREAM}")
         # Upstream's files as they are: ignored ones too, and their line ends.
         attributes = scratch / ".git" / "info" / "attributes"
-        attributes.parent.mkdir(exist_ok=True)
         attributes.write_text("* -text\n")
         git(scratch, "add", "--all", "--force")
         git(scratch, "commit", "--quiet", "-m", f"vLLM {release.version}")

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from cpu_wheel.pins import (
     Settings,
     load_release,
     read_pins,
+    read_series,
 )
 
 PINNED = load_release()
@@ -66,6 +68,14 @@ def test_series_applies(
     assert "Legacy setting: the default of --kv-cache-memory-bytes" in text
     reported = "applies only at" in capsys.readouterr().err
     assert reported is not release.pinned
+    # A patch may apply where a name that it uses is not imported.
+    changed = {
+        name
+        for patch in release.series
+        for name in re.findall(r"^\+\+\+ b/(.+\.py)$", patch.read_text(), re.M)
+    }
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F"]
+    subprocess.run([*ruff, *changed], cwd=tmp_path / "tree", check=True)
 
 
 @pytest.mark.parametrize("version", RELEASES)
@@ -214,10 +224,10 @@ def patches(tmp_path: Path) -> Path:
     return copy
 
 
-def edit(tree: Path, text: str, *commit: str) -> None:
+def edit(tree: Path, text: str, *commit: str, file: str = "README.md") -> None:
     """Append to a file that no patch touches, and commit."""
-    with (tree / "README.md").open("a") as file:
-        file.write(text)
+    with (tree / file).open("a", newline="") as out:
+        out.write(text)
     queue.git(tree, "commit", "--quiet", "--all", *commit)
 
 
@@ -329,6 +339,36 @@ def test_refresh_of_another_release_writes_only_its_own(
     edit(tree, "more\n", "-m", "one too many")
     with pytest.raises(BuildError, match="name each in the series first"):
         queue.refresh(release, tree, patches)
+    assert files(patches) == before
+
+
+@pytest.mark.usefixtures("hostile_git")
+def test_refreshed_series_makes_the_same_worktree(
+    tmp_path: Path, patches: Path
+) -> None:
+    """Also where upstream's file has line ends of another system."""
+    dos = "vllm/config/fault_tolerance.py"
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    assert (tree / dos).read_bytes().endswith(b"\r\n")
+    edit(tree, "# more\r\n", "-m", "[Misc] Say more", file=dos)
+    edit(tree, "größer\n", "-m", "[Doc] Say it in UTF-8: größer")
+
+    queue.refresh(PINNED, tree, patches)
+
+    series = read_series(patches / "series")
+    again = tmp_path / "again"
+    queue.make_worktree(sdist(PINNED), replace(PINNED, series=series), again)
+    assert files(again) == files(tree)
+    subjects = [
+        queue.git(folder, "log", "--format=%an %ae %ad %B", queue.BRANCH)
+        for folder in (tree, again)
+    ]
+    assert subjects[0].split("vLLM  ")[0] == subjects[1].split("vLLM  ")[0]
+    before = files(patches)
+    for path in series[:-2]:
+        path.write_text("gone")
+    queue.refresh(PINNED, again, patches)
     assert files(patches) == before
 
 
