@@ -12,6 +12,7 @@ block of 128 tokens takes 1.75 MiB, a request of 2,048 tokens 67 blocks.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import re
 from collections.abc import Callable
@@ -83,12 +84,22 @@ def engine_arguments(folder: Path, **kwargs: Any) -> dict[str, Any]:
 def in_child(
     send: Connection, ask: Callable[[LLM], Any], arguments: dict[str, Any]
 ) -> None:
+    lines: list[str] = []
+    make_record = logging.getLogRecordFactory()
+
+    def keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        lines.append(record.getMessage())
+        return record
+
+    # Handlers would not outlive the engine's own configuration of logging.
+    logging.setLogRecordFactory(keep)
     answer, error = None, ""
     try:
         answer = ask(LLM(**arguments))
     except Exception as exception:
         error = str(exception)
-    send.send(SimpleNamespace(answer=answer, error=error))
+    send.send(SimpleNamespace(answer=answer, error=error, log=lines))
 
 
 def num_blocks(engine: LLM) -> int:
@@ -103,7 +114,7 @@ def run_engine(
     """Start an engine in a forked child and ask it something.
 
     Returns:
-        What it answered, and the error that it did not start with.
+        What it answered, the error that it did not start with, and what it logged.
     """
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
@@ -287,7 +298,6 @@ def test_bytes_that_fit_two_pipeline_ranks(
 )
 def test_budget_and_its_origin_are_logged(
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
     variable: str | None,
     size: int | None,
@@ -296,10 +306,9 @@ def test_budget_and_its_origin_are_logged(
     if variable:
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
 
-    run_engine(tmp_path, kv_cache_memory_bytes=size)
+    log = run_engine(tmp_path, kv_cache_memory_bytes=size).log
 
-    log = capfd.readouterr().out
-    (line,) = [line for line in log.splitlines() if "Explicitly set" in line]
+    (line,) = [line for line in log if "Explicitly set" in line]
     assert shown[0] in line
     assert line.endswith(f"from {shown[1]}.")
     assert "per rank" in line
@@ -334,9 +343,7 @@ def test_budget_above_what_is_free_is_refused(
     assert "--kv-cache-memory-bytes" in error
 
 
-def test_maximum_concurrency_leaves_out_the_null_block(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_maximum_concurrency_leaves_out_the_null_block(tmp_path: Path) -> None:
     def ask(engine: LLM) -> tuple[float, int, int]:
         config = engine.llm_engine.vllm_config.cache_config
         core = engine.llm_engine.engine_core.engine_core  # type: ignore
@@ -347,15 +354,13 @@ def test_maximum_concurrency_leaves_out_the_null_block(
             pool.get_num_free_blocks(),
         )
 
-    answer = run_engine(tmp_path, ask, **explicit(2 * 67 * BLOCK)).answer
+    result = run_engine(tmp_path, ask, **explicit(2 * 67 * BLOCK))
 
-    concurrency, tokens, free_blocks = answer
+    concurrency, tokens, free_blocks = result.answer
     assert free_blocks == 133
     assert concurrency == free_blocks / 67
-    assert (
-        "Maximum concurrency for 2,048 tokens per request: 1.99x"
-        in capfd.readouterr().out
-    )
+    (line,) = [line for line in result.log if "Maximum concurrency" in line]
+    assert line.endswith("Maximum concurrency for 2,048 tokens per request: 1.99x")
     # The size is that of the whole pool.
     assert tokens == 2 * 2048
 
