@@ -15,6 +15,8 @@ from cpu_wheel.pins import ROOT, BuildError
 OVERLAY = ("vllm", "tests")
 # What tests the fork itself is not part of what upstream's tree gets.
 NOT_OVERLAY = ("tests/fork/",)
+# The only part that is not written against the pinned release's engine alone.
+OVERLAY_OF_EVERY_RELEASE = "tests/platforms/"
 
 
 def unpack(sdist: Path, destination: Path) -> None:
@@ -116,24 +118,31 @@ def offsets(report: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def overlay_files() -> list[Path]:
-    """Return the files that land at the same path in vLLM's tree, relative."""
+def overlay_files(pinned: bool) -> list[Path]:
+    """Return the files that land at the same path in vLLM's tree, relative.
+
+    Args:
+        pinned: Whether the tree is that of the pinned release.
+    """
     files = []
     for top in OVERLAY:
         for path in sorted((ROOT / top).rglob("*.py")):
             relative = path.relative_to(ROOT)
-            if not relative.as_posix().startswith(NOT_OVERLAY):
+            name = relative.as_posix()
+            if name.startswith(NOT_OVERLAY):
+                continue
+            if pinned or name.startswith(OVERLAY_OF_EVERY_RELEASE):
                 files.append(relative)
     return files
 
 
-def add_overlay(tree: Path) -> None:
-    """Copy the overlay into a tree.
+def add_overlay(tree: Path, files: Iterable[Path]) -> None:
+    """Copy overlay files, relative to the repository, into a tree.
 
     Raises:
         BuildError: Upstream has a file at one of its paths; that needs a patch.
     """
-    for relative in overlay_files():
+    for relative in files:
         target = tree / relative
         if target.exists():
             raise BuildError(
@@ -144,22 +153,23 @@ def add_overlay(tree: Path) -> None:
 
 
 def make_source(
-    sdist: Path, patches: Iterable[Path], allow_offset: bool, destination: Path
+    sdist: Path, patches: Iterable[Path], pinned: bool, destination: Path
 ) -> None:
     """Make the patched tree from a verified sdist; a failure leaves none behind.
 
     Args:
         sdist: Upstream's sources.
         patches: The series.
-        allow_offset: Passed to apply_patches.
+        pinned: Whether these are the pinned release's: then no hunk may apply at an
+            offset, and the whole overlay is added.
         destination: The folder to make; it must not exist.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     scratch = destination.with_name(f".{destination.name}-{os.getpid()}")
     try:
         unpack(sdist, scratch)
-        apply_patches(scratch, patches, allow_offset)
-        add_overlay(scratch)
+        apply_patches(scratch, patches, allow_offset=not pinned)
+        add_overlay(scratch, overlay_files(pinned))
         scratch.rename(destination)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -61,7 +61,7 @@ def test_series_applies(
     release = load_release(version)
 
     source.make_source(
-        sdist(release), release.series, not release.pinned, tmp_path / "tree"
+        sdist(release), release.series, release.pinned, tmp_path / "tree"
     )
 
     text = (tmp_path / "tree/vllm/platforms/cpu.py").read_text()
@@ -105,7 +105,7 @@ def test_slot_mapping_fallback_takes_what_its_caller_gives(
     """Only 0.32.0 needs a patch for that; see there."""
     release = load_release(version)
     tree = tmp_path / "tree"
-    source.make_source(sdist(release), release.series, not release.pinned, tree)
+    source.make_source(sdist(release), release.series, release.pinned, tree)
 
     fallback = (tree / "vllm/utils/cpu_triton_utils.py").read_text()
     kernel = (tree / "vllm/v1/worker/block_table.py").read_text()
@@ -140,7 +140,7 @@ def test_own_copies_differ_or_the_shared_patch_does_not_apply(
                     source.make_source(
                         sdist(release),
                         [*release.series[:number], shared],
-                        True,
+                        False,
                         tmp_path / "tree",
                     )
     assert compared
@@ -251,8 +251,8 @@ def test_round_trip_changes_no_byte(tmp_path: Path, patches: Path) -> None:
 def test_worktree_is_the_patched_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "overlay_files", lambda: [])
-    source.make_source(sdist(PINNED), PINNED.series, False, tmp_path / "source")
+    monkeypatch.setattr(source, "overlay_files", lambda pinned: [])
+    source.make_source(sdist(PINNED), PINNED.series, True, tmp_path / "source")
 
     tree = tmp_path / "tree"
     queue.make_worktree(sdist(PINNED), PINNED, tree)

@@ -206,7 +206,7 @@ def test_archive_that_would_leave_its_folder(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
 
     with pytest.raises(BuildError, match=r"bad\.tar\.gz .*escaped"):
-        source.make_source(archive, [], False, tmp_path / "in" / "tree")
+        source.make_source(archive, [], True, tmp_path / "in" / "tree")
 
     assert list((tmp_path / "in").iterdir()) == []
     assert not (tmp_path / "escaped").exists()
@@ -220,24 +220,21 @@ def test_interruption_leaves_nothing(
 
     monkeypatch.setattr(source, "apply_patches", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        source.make_source(sdist, [], False, tmp_path / "in" / "tree")
+        source.make_source(sdist, [], True, tmp_path / "in" / "tree")
 
     assert list((tmp_path / "in").iterdir()) == []
 
 
-def test_overlay_does_not_replace_upstreams_files(
-    monkeypatch: pytest.MonkeyPatch, small_tree: Path
-) -> None:
-    monkeypatch.setattr(source, "overlay_files", lambda: [Path("vllm/envs.py")])
+def test_overlay_does_not_replace_upstreams_files(small_tree: Path) -> None:
     (small_tree / "vllm").mkdir()
     (small_tree / "vllm" / "envs.py").write_text("upstream's")
 
     with pytest.raises(BuildError, match=r"vllm/envs\.py .* patches/"):
-        source.add_overlay(small_tree)
+        source.add_overlay(small_tree, [Path("vllm/envs.py")])
 
 
 def test_overlay_is_in_the_tree(tree: Path) -> None:
-    files = source.overlay_files()
+    files = source.overlay_files(pinned=True)
     assert Path("tests/platforms/test_cpu_kv_cache_budget.py") in files
     assert not [path for path in files if path.parts[:2] == ("tests", "fork")]
     for path in files:

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What planning a KV cache budget takes: time and memory, as ratios in one run.
+
+`python -m benchmarks.kv_budget` imports what the command needs of vLLM, builds the
+configuration and plans, for a geometry of 28 layers and one of 80 in turns, each time
+in a process of its own, and takes the medians. Within a process the clock is compared,
+between two the processor time, which other load on the machine disturbs less. Then the
+help of `vllm kv-budget` beside that of another subcommand.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cpu_wheel.pins import ROOT
+
+MiB = 1 << 20
+MEMORY_LIMIT = 300 * MiB
+COMMAND_LIMIT = 1.2
+GEOMETRY_LIMIT = 1.1
+
+# Prints the seconds since the start, of the clock and of the processor, at the end of
+# each stage, and the process's peak of resident bytes after the first and the last.
+STAGES = """
+import json, resource, sys, time
+def now():
+    return {"clock": time.perf_counter() - start, "cpu": time.process_time() - begin}
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+start, begin = time.perf_counter(), time.process_time()
+import vllm.entrypoints.kv_budget as kv_budget
+from vllm.usage.usage_lib import UsageContext
+result = {"import": now(), "import bytes": peak()}
+args = kv_budget.EngineArgs(model=sys.argv[1], max_model_len=2048, max_num_seqs=2)
+with kv_budget.quiet():
+    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    result["configuration"] = now()
+    assert kv_budget.make_plan(config).budget is not None
+print(json.dumps(result | {"plan": now(), "plan bytes": peak()}))
+"""
+
+
+PLAN_BYTES = itemgetter("plan bytes")
+
+
+class Row(NamedTuple):
+    """A figure, and the most that it may be."""
+
+    name: str
+    value: float
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit
+
+
+def geometry(layers: int) -> dict[str, Any]:
+    """A model as the talker of Qwen3-TTS: 112 KiB a token with 28 layers."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "vocab_size": 3072,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return the environment without settings of vLLM's."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+
+
+def measure_plan(model: Path) -> dict[str, Any]:
+    """Import, configure and plan in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-c", STAGES, str(model)],
+        capture_output=True,
+        check=True,
+        cwd=model,
+        env=environment(),
+        text=True,
+    )
+    measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return measured
+
+
+def measure_help(subcommand: str) -> float:
+    """Return the processor seconds that `vllm subcommand --help` takes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [Path(sys.executable).with_name("vllm"), subcommand, "--help"],
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.kv_budget",
+        description="Time and memory of planning a KV cache budget, as ratios.",
+        epilog="Exit status 1 when one of them is above its limit.",
+    )
+    parser.add_argument("--runs", type=int, default=5, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print the raw results")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        models = {layers: Path(folder, str(layers)) for layers in (28, 80)}
+        for layers, model in models.items():
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(geometry(layers)))
+        runs: dict[int, list[dict[str, Any]]] = {layers: [] for layers in models}
+        helps: dict[str, list[float]] = {"kv-budget": [], "serve": []}
+        for model in models.values():
+            measure_plan(model)  # fills the caches on disk
+        for number in range(arguments.runs):
+            for layers, model in models.items():
+                runs[layers].append(measure_plan(model))
+            for subcommand, times in helps.items():
+                times.append(measure_help(subcommand))
+            done = f"{number + 1} of {arguments.runs} rounds"
+            print(f"kv_budget: {done}", file=sys.stderr)
+
+    def median(layers: int, value: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(map(value, runs[layers]))
+
+    def whole(run: dict[str, Any]) -> float:
+        return float(run["plan"]["cpu"])
+
+    def of_configuration(run: dict[str, Any]) -> float:
+        return float(run["plan"]["clock"] / run["configuration"]["clock"])
+
+    rows = [
+        Row(
+            "command, of import and configuration",
+            median(28, of_configuration),
+            COMMAND_LIMIT,
+        ),
+        Row(
+            "processor time with 80 layers, of that with 28",
+            median(80, whole) / median(28, whole),
+            GEOMETRY_LIMIT,
+        ),
+        Row(
+            "peak memory with 80 layers, of that with 28",
+            median(80, PLAN_BYTES) / median(28, PLAN_BYTES),
+            GEOMETRY_LIMIT,
+        ),
+        Row(
+            "peak memory above the import, of 300 MiB",
+            median(80, lambda run: run["plan bytes"] - run["import bytes"])
+            / MEMORY_LIMIT,
+            1,
+        ),
+        Row(
+            "processor time of --help, of that of vllm serve",
+            statistics.median(helps["kv-budget"]) / statistics.median(helps["serve"]),
+            GEOMETRY_LIMIT,
+        ),
+    ]
+    if arguments.json:
+        print(json.dumps({"runs": runs, "help seconds": helps}, indent=2))
+    else:
+        print("| figure | ratio | limit |\n| --- | --- | --- |")
+        for row in rows:
+            print(f"| {row.name} | {row.value:.2f} | {row.limit:.2f} |")
+        for layers in runs:
+            stages = [
+                f"{stage} {median(layers, lambda run: run[stage]['clock']):.2f} s"  # noqa: B023
+                for stage in ("import", "configuration", "plan")
+            ]
+            peak = f"{median(layers, PLAN_BYTES) / MiB:.0f} MiB"
+            print(f"{layers} layers, since the start: {', '.join(stages)}; {peak}")
+        for subcommand, times in helps.items():
+            seconds = statistics.median(times)
+            print(f"vllm {subcommand} --help: {seconds:.2f} s (processor)")
+    for row in rows:
+        if not row.met:
+            print(f"kv_budget: above its limit: {row.name}", file=sys.stderr)
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""`vllm kv-budget`: its figures for known models, its output and its refusals.
+
+What it claims is tested on the engine in test_kv_budget_engine.py.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.v1.core.kv_budget_engine import engine_args, plan_for, set_environment
+from tests.v1.core.kv_budget_models import (
+    FULL,
+    MODELS,
+    SLIDING,
+    gemma3,
+    qwen3,
+    write_model,
+)
+from vllm.v1.core.kv_budget import KVBudget
+
+MiB = 1 << 20
+GiB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, None)
+
+
+def plan(folder: Path, model: dict[str, Any] | str, **kwargs: Any) -> KVBudget:
+    if isinstance(model, str):
+        args = engine_args(folder, model, **kwargs)
+    else:
+        args = engine_args(folder, "full", **kwargs)
+        write_model(Path(args["model"]), model)
+    budget = plan_for(args).budget
+    assert budget is not None
+    return budget
+
+
+def vllm(*args: str) -> None:
+    """Run the command line, which ends in SystemExit."""
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", *args]
+    main()
+
+
+def kv_budget(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Run the subcommand and return its exit status, output and last error line."""
+    with pytest.raises(SystemExit) as exit_:
+        vllm("kv-budget", *args)
+    output, errors = capfd.readouterr()
+    status = exit_.value.code
+    assert isinstance(status, int)
+    assert "Traceback" not in errors
+    return status, output, errors.strip().splitlines()[-1] if errors.strip() else ""
+
+
+@pytest.mark.forked
+def test_talker(tmp_path: Path) -> None:
+    """28 layers x 8 KV heads x 128: 448 MiB by tokens, a block more in truth."""
+    budget = plan(tmp_path, "talker", max_model_len=2048, max_num_batched_tokens=2048)
+
+    assert budget.num_blocks == 33
+    assert budget.num_bytes == 484_442_112 == 462 * MiB
+    assert budget.start_blocks == 17
+    (rank,) = budget.ranks
+    assert rank.bytes_per_token == 112 * 1024
+    assert rank.bytes_per_block == 14 * MiB
+    assert rank.blocks_per_request == 16
+
+
+@pytest.mark.forked
+def test_reference(tmp_path: Path) -> None:
+    """Four groups of 16 blocks and a sliding one of 3, 7 layers each."""
+    budget = plan(tmp_path, "reference", max_model_len=2048, max_num_batched_tokens=128)
+
+    assert budget.blocks_per_request == 67
+    assert budget.bytes_per_block == 7 * MiB // 4
+    groups = [
+        (g.kind, g.num_layers, g.blocks_per_request) for g in budget.ranks[0].groups
+    ]
+    assert groups == [(FULL, 7, 16)] * 4 + [("sliding_window", 7, 3)]
+
+
+@pytest.mark.forked
+def test_eight_requests_of_a_36_layer_model(tmp_path: Path) -> None:
+    """24 GiB were set for what 9 GiB and a block serve."""
+    budget = plan(
+        tmp_path,
+        qwen3(layers=36, max_position_embeddings=8192),
+        max_model_len=8192,
+        max_num_seqs=8,
+        max_num_batched_tokens=2048,
+    )
+
+    assert budget.num_bytes == 9 * GiB + 18 * MiB
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "no-hybrid"])
+def test_windows_save_memory_with_the_hybrid_manager(
+    tmp_path: Path, hybrid: bool
+) -> None:
+    args = {"max_model_len": 4096, "max_num_seqs": 1}
+    model = gemma3([SLIDING] * 5 + [FULL], window=64)
+    budget = plan(tmp_path, model, disable_hybrid_kv_cache_manager=not hybrid, **args)
+
+    # 4 heads x 128 x 2 x 2 bytes x 128 tokens are 256 KiB a layer and block
+    if hybrid:
+        # groups of one layer: 32 blocks for the full one, 6 for each of the others
+        assert budget.num_bytes == (1 + 32 + 5 * 6) * 256 * 1024
+    else:
+        assert budget.num_bytes == (1 + 32) * 6 * 256 * 1024
+
+
+@pytest.mark.forked
+def test_heads_are_divided_by_tensor_parallelism(tmp_path: Path) -> None:
+    one = plan(tmp_path / "1", "full")
+    two = plan(tmp_path / "2", "full", tensor_parallel_size=2)
+
+    assert two.bytes_per_block * 2 == one.bytes_per_block
+    assert two.num_blocks == one.num_blocks
+
+
+@pytest.mark.forked
+def test_latent_cache_is_not_divided_by_tensor_parallelism(tmp_path: Path) -> None:
+    one = plan(tmp_path / "1", "mla")
+    two = plan(tmp_path / "2", "mla", tensor_parallel_size=2)
+
+    assert two == one
+    assert one.ranks[0].bytes_per_token == 2 * (512 + 64) * 2
+
+
+@pytest.mark.forked
+def test_stages_need_only_their_own_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+    budget = plan(tmp_path, qwen3(layers=4), pipeline_parallel_size=2)
+
+    first, second = budget.ranks
+    assert [rank.groups[0].num_layers for rank in (first, second)] == [1, 3]
+    assert first.bytes_per_block * 3 == second.bytes_per_block
+    assert budget.num_bytes == budget.num_blocks * second.bytes_per_block
+
+
+@pytest.mark.forked
+def test_draft_layers_are_counted(tmp_path: Path) -> None:
+    target = plan(tmp_path / "target", "full")
+    both = plan(tmp_path / "both", "draft")
+
+    assert target.ranks[0].groups[0].num_layers == 2
+    assert both.ranks[0].groups[0].num_layers == 3
+    assert both.bytes_per_block * 2 == target.bytes_per_block * 3
+
+
+@pytest.mark.forked
+def test_one_request_against_256(tmp_path: Path) -> None:
+    one = plan(tmp_path / "1", "full", max_num_seqs=1)
+    many = plan(tmp_path / "256", "full", max_num_seqs=256)
+
+    assert one.num_blocks == 1 + 4
+    assert many.num_blocks == 1 + 256 * 4
+    assert one.start_bytes == many.start_bytes == one.num_bytes
+
+
+@pytest.mark.forked
+def test_nothing_is_allocated(tmp_path: Path) -> None:
+    """160 GB of weights and 5 GB of cache, by name only."""
+    model = qwen3(layers=80, hidden_size=8192, intermediate_size=28672)
+    model |= {"num_attention_heads": 64, "vocab_size": 150000}
+    plan(tmp_path / "warm-up", "full")
+    before = psutil.Process().memory_info().rss
+
+    budget = plan(tmp_path, model, max_model_len=4096, max_num_batched_tokens=4096)
+
+    assert budget.num_bytes > 2 * GiB
+    assert psutil.Process().memory_info().rss - before < 100 * MiB
+
+
+@pytest.mark.forked
+def test_planning_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    import torch
+
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    plan(tmp_path, "full", tensor_parallel_size=2)
+
+    assert not torch.distributed.is_initialized()
+    assert not parallel_state.model_parallel_is_initialized()
+    assert not _ROPE_DICT
+
+
+@pytest.mark.forked
+def test_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path, MODELS["talker"])
+
+    status, output, _ = kv_budget(
+        capfd, model, "--max-model-len", "2048", "--max-num-seqs", "2"
+    )
+
+    assert status == 0
+    assert "14,680,064 bytes (14 MiB)" in output
+    assert "114,688 bytes (112 KiB)" in output
+    assert "16 blocks for 2,048 tokens" in output
+    assert "484,442,112 bytes (462 MiB): 33 blocks = 2 x 16 + 1 null block" in output
+    assert "  --kv-cache-memory-bytes 484442112\n" in output
+    assert "  VLLM_CPU_KVCACHE_SPACE=0.451171875\n" in output
+    assert "  kv_cache_memory_bytes: 484442112\n" in output
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("variable", "flag", "source"),
+    [
+        pytest.param("4", None, "VLLM_CPU_KVCACHE_SPACE=4", id="variable"),
+        pytest.param("1", "4GiB", f"--kv-cache-memory-bytes {4 * GiB}", id="flag"),
+    ],
+)
+def test_json_of_a_given_budget(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    variable: str,
+    flag: str | None,
+    source: str,
+) -> None:
+    set_environment(monkeypatch, variable)
+    model = write_model(tmp_path, MODELS["talker"])
+    args = ["--max-model-len", "2048", "--max-num-seqs", "2", "--json"]
+    args += ["--kv-cache-memory-bytes", str(4 * GiB)] if flag else []
+
+    status, output, _ = kv_budget(capfd, "--model", model, *args)
+
+    assert status == 0
+    report = json.loads(output)
+    assert report["budget"]["num_bytes"] == 484_442_112
+    given = report["given"]
+    assert given["source"] == source
+    assert given["num_blocks"] == 292
+    assert given["num_requests"] == 18  # 291 blocks of use, 16 a request
+    assert given["logged_concurrency"] == 18.25
+    assert given["bytes_above_budget"] == 4 * GiB - 484_442_112
+
+
+@pytest.mark.parametrize("num_bytes", [1, 484_442_112, 107374183, 40 * GiB + 1, 3**30])
+def test_the_variable_to_paste_means_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    from vllm import envs
+    from vllm.entrypoints.kv_budget import paste_lines
+
+    name, value = paste_lines(num_bytes)["variable"].split("=")
+    monkeypatch.setenv(name, value)
+
+    assert int(envs.VLLM_CPU_KVCACHE_SPACE * GiB) == num_bytes
+
+
+@pytest.mark.forked
+def test_model_without_kv_cache(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path, MODELS["embedding-encoder"])
+
+    status, output, _ = kv_budget(capfd, model)
+
+    assert status == 0
+    assert "needs no KV cache" in output
+
+
+@pytest.mark.forked
+def test_no_network_for_a_local_folder(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    tried = []
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        tried.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    model = write_model(tmp_path, MODELS["full"])
+
+    status, _, _ = kv_budget(capfd, model, "--max-model-len", "512")
+
+    assert status == 0
+    assert not tried
+
+
+REMOTE_CODE = {
+    "architectures": ["Nowhere"],
+    "model_type": "nowhere",
+    "auto_map": {"AutoConfig": "configuration_nowhere.NowhereConfig"},
+}
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("model", "args", "message"),
+    [
+        pytest.param(None, [], "config.json", id="no-config"),
+        pytest.param(
+            qwen3(architectures=["NowhereForCausalLM"], model_type="nowhere"),
+            [],
+            "nowhere",
+            id="unknown-model",
+        ),
+        pytest.param(REMOTE_CODE, [], "trust", id="remote-code"),
+        pytest.param(
+            MODELS["full"],
+            ["--max-model-len", "5000"],
+            "max_model_len (5000) is greater",
+            id="too-long",
+        ),
+        pytest.param(
+            MODELS["full"],
+            ["--kv-cache-memory-bytes", "1000"],
+            "--kv-cache-memory-bytes 1000 is too small",
+            id="below-one-block",
+        ),
+        pytest.param(
+            MODELS["full"],
+            ["--kv-cache-memory-bytes", "0"],
+            "kv_cache_memory_bytes=0 is not a size",
+            id="zero",
+        ),
+        pytest.param(
+            MODELS["full"],
+            ["--max-num-seqs", "64", "--max-num-batched-tokens", "32"],
+            "max_num_batched_tokens",
+            id="contradiction",
+        ),
+        pytest.param(
+            MODELS["full"], ["--tensor-parallel-size", "3"], "divisible", id="heads"
+        ),
+        pytest.param(
+            MODELS["full"],
+            ["--block-size", "16"],
+            "No common block size for 16",
+            id="block-size-16",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    model: dict[str, Any] | None,
+    args: list[str],
+    message: str,
+) -> None:
+    if model is not None:
+        write_model(tmp_path, model)
+    with pytest.raises(SystemExit) as exit_:
+        vllm("kv-budget", str(tmp_path), *args)
+
+    output, errors = capfd.readouterr()
+    assert exit_.value.code == 1
+    assert not output
+    (line,) = [line for line in errors.splitlines() if line.startswith("vllm kv-")]
+    assert message in line
+    assert "Traceback" not in errors
+
+
+@pytest.mark.forked
+def test_bad_variable_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    set_environment(monkeypatch, "4GiB")
+
+    status, _, line = kv_budget(capfd, write_model(tmp_path, MODELS["full"]))
+
+    assert status == 1
+    assert "VLLM_CPU_KVCACHE_SPACE='4GiB' is not a size" in line
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--kv-cache-memory-bytes"])
+def test_unreadable_flag_has_the_status_of_other_subcommands(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], flag: str
+) -> None:
+    status, _, line = kv_budget(capfd, str(tmp_path), flag, "many")
+
+    assert status == 2
+    assert flag in line
+
+
+def test_standard_output_is_json_and_nothing_else(tmp_path: Path) -> None:
+    """The command itself, as a shell runs it."""
+    model = write_model(tmp_path, MODELS["full"])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+
+    result = subprocess.run(
+        [Path(sys.executable).with_name("vllm"), "kv-budget", model, "--json"],
+        capture_output=True,
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["settings"]["max_model_len"] == 4096

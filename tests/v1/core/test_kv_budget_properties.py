@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A planned budget against the engine's allocation and scheduling code.
+
+Over generated layers, lengths and numbers of requests. There is no model: the
+scheduler and its block pool are the engine's own, and each sampled token is a 0.
+"""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.v1.core.kv_budget_engine import engine_args
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_budget import PLENTY, KVBudget, plan_kv_budget
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_SIZES = [16, 32, 64, 128]
+Layers = dict[str, KVCacheSpec]
+
+
+Configs = dict[str, VllmConfig]
+
+
+@pytest.fixture(scope="module")
+def base_configs(tmp_path_factory: pytest.TempPathFactory) -> Configs:
+    """Configurations without and with drafted tokens, whose layers are not used."""
+    configs = {}
+    for kind in ("full", "draft"):
+        args = engine_args(tmp_path_factory.mktemp("model"), kind)
+        configs[kind] = EngineArgs(**args).create_engine_config()
+    register_all_kvcache_specs(configs["full"])
+    return configs
+
+
+@st.composite
+def attention_layers(draw: st.DrawFn, block_size: int) -> list[KVCacheSpec]:
+    """Layers of one or two kinds, as models have them."""
+    shape = {
+        "block_size": block_size,
+        "num_kv_heads": draw(st.sampled_from([1, 2, 8])),
+        "head_size": draw(st.sampled_from([64, 128])),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+    }
+    full = FullAttentionSpec(**shape)
+    window = draw(st.integers(1, 200))
+    # The engine refuses to run chunks that are not whole blocks.
+    chunk = block_size * draw(st.integers(1, 4))
+    other = draw(
+        st.sampled_from(
+            [
+                FullAttentionSpec(**(shape | {"num_kv_heads": 4})),
+                SlidingWindowSpec(**shape, sliding_window=window),
+                ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk),
+                MLAAttentionSpec(**(shape | {"num_kv_heads": 1, "head_size": 576})),
+                mamba(block_size, full.page_size_bytes),
+            ]
+        )
+    )
+    mixes = isinstance(other, MLAAttentionSpec)
+    num_full = 0 if mixes else draw(st.integers(0, 4))
+    num_other = draw(st.integers(0 if num_full else 1, 4))
+    layers = [full] * num_full + [other] * num_other
+    return draw(st.permutations(layers))
+
+
+def mamba(block_size: int, page_size: int) -> MambaSpec:
+    return MambaSpec(
+        block_size=block_size,
+        shapes=((4, 8),),
+        dtypes=(torch.float32,),
+        page_size_padded=page_size,
+        mamba_cache_mode="align",
+    )
+
+
+def replaced(
+    base: VllmConfig,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    prefix_caching: bool,
+) -> VllmConfig:
+    """A copy of a configuration with other limits, as the engine core has it."""
+    config = copy.copy(base)
+    config.model_config = copy.copy(base.model_config)
+    config.model_config.max_model_len = max_model_len
+    config.scheduler_config = copy.copy(base.scheduler_config)
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    config.scheduler_config.max_num_batched_tokens = max_num_batched_tokens
+    config.cache_config = copy.copy(base.cache_config)
+    config.cache_config.block_size = block_size
+    config.cache_config.enable_prefix_caching = prefix_caching
+    config.cache_config.kv_cache_layout = "LBNHC"
+    config.cache_config.mamba_cache_mode = "align"
+    return config
+
+
+@st.composite
+def cases(draw: st.DrawFn, bases: Configs) -> tuple[VllmConfig, Layers]:
+    """A configuration, and the layers of its only rank."""
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    specs = draw(attention_layers(block_size))
+    config = replaced(
+        bases[draw(st.sampled_from(["full", "draft"]))],
+        max_model_len=draw(st.integers(2, 400)),
+        max_num_seqs=draw(st.integers(1, 4)),
+        max_num_batched_tokens=draw(st.integers(16, 512)),
+        block_size=block_size,
+        prefix_caching=draw(st.booleans()),
+    )
+    return config, {f"layers.{i}": spec for i, spec in enumerate(specs)}
+
+
+def plan(config: VllmConfig, layers: Layers) -> KVBudget:
+    try:
+        budget = plan_kv_budget(config, [layers])
+    except (ValueError, NotImplementedError):
+        # Then the engine cannot start with them either.
+        with pytest.raises((ValueError, NotImplementedError)):
+            get_kv_cache_configs(config, [dict(layers)], [PLENTY])
+        assume(False)
+    assert budget is not None
+    return budget
+
+
+COMMON = settings(
+    deadline=None,
+    derandomize=True,  # the same cases in each run
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@settings(COMMON, max_examples=150)
+@given(data=st.data())
+def test_allocation_of_planned_budgets(
+    base_configs: Configs, data: st.DataObject
+) -> None:
+    config, layers = data.draw(cases(base_configs))
+    budget = plan(config, layers)
+
+    def allocate(num_bytes: int) -> int:
+        (result,) = get_kv_cache_configs(config, [dict(layers)], [num_bytes])
+        return result.num_blocks
+
+    assert allocate(budget.num_bytes) == budget.num_blocks
+    assert budget.num_bytes == budget.num_blocks * budget.bytes_per_block
+    assert allocate(budget.start_bytes) == budget.start_blocks
+    with pytest.raises(ValueError):
+        allocate(budget.start_bytes - 1)
+    with pytest.raises(ValueError):
+        allocate(budget.start_bytes - budget.bytes_per_block)
+
+
+@settings(COMMON, max_examples=75)
+@given(ranks=st.integers(1, 4), data=st.data())
+def test_ranks_share_the_number_of_blocks(
+    base_configs: Configs, ranks: int, data: st.DataObject
+) -> None:
+    """A pipeline stage with fewer layers takes less of the same budget."""
+    config, layers = data.draw(cases(base_configs))
+    owner = data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(layers)))
+    specs: list[Layers] = [{} for _ in range(ranks)]
+    for rank, (name, spec) in zip(owner, layers.items(), strict=False):
+        specs[rank][name] = spec
+    assume(all(specs))
+    try:
+        budget = plan_kv_budget(config, specs)
+    except (ValueError, NotImplementedError):
+        assume(False)
+    assert budget is not None
+    assume(all(rank.bytes_per_block for rank in budget.ranks))
+
+    results = get_kv_cache_configs(config, specs, [budget.num_bytes] * ranks)
+
+    assert {result.num_blocks for result in results} == {budget.num_blocks}
+    with pytest.raises(ValueError):
+        get_kv_cache_configs(config, specs, [budget.start_bytes - 1] * ranks)
+    get_kv_cache_configs(config, specs, [budget.start_bytes] * ranks)
+
+
+def make_scheduler(
+    config: VllmConfig, layers: Layers, num_bytes: int
+) -> tuple[Scheduler, int]:
+    """A scheduler over the blocks of a budget, and its hash block size."""
+    configs = get_kv_cache_configs(config, [dict(layers)], [num_bytes])
+    kv_cache_config = generate_scheduler_kv_cache_config(configs)
+    config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+    )
+    return scheduler, hash_block_size
+
+
+def grow(
+    scheduler: Scheduler, prompts: list[list[int]], hash_block_size: int
+) -> tuple[int, int, int]:
+    """Run requests from their prompts to max_model_len.
+
+    Returns:
+        The most that ran at once, the preemptions, and the most blocks in use.
+
+    """
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(hash_block_size, sha256)
+    max_model_len = scheduler.max_model_len
+    for number, tokens in enumerate(prompts):
+        scheduler.add_request(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=tokens,
+                sampling_params=SamplingParams(
+                    max_tokens=max_model_len - len(tokens), ignore_eos=True
+                ),
+                pooling_params=None,
+                block_hasher=hasher,
+            )
+        )
+    pool = scheduler.kv_cache_manager.block_pool
+    running = preemptions = peak = 0
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        assert output.total_num_scheduled_tokens > 0, "the scheduler is stuck"
+        running = max(running, len(scheduler.running))
+        preemptions += len(output.preempted_req_ids or ())
+        peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+        ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for req_id in ids:
+            request = scheduler.requests[req_id]
+            ends_prefill = request.num_computed_tokens >= request.num_tokens
+            sampled.append([0] if ends_prefill else [])
+        scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+                sampled_token_ids=sampled,
+            ),
+        )
+    return running, preemptions, peak
+
+
+@settings(COMMON, max_examples=100)
+@given(data=st.data())
+def test_no_preemption_with_the_planned_budget(
+    base_configs: Configs, data: st.DataObject
+) -> None:
+    config, layers = data.draw(cases(base_configs))
+    max_model_len = config.model_config.max_model_len
+    max_num_seqs = config.scheduler_config.max_num_seqs
+    # Twice as many requests as may run: blocks are freed and taken again.
+    lengths = data.draw(st.lists(st.integers(0, 400), min_size=8, max_size=8))
+    prompts = [
+        [number] * (1 + length % (max_model_len - 1))
+        for number, length in enumerate(lengths[: 2 * max_num_seqs])
+    ]
+    budget = plan(config, layers)
+    scheduler, hash_block_size = make_scheduler(config, layers, budget.num_bytes)
+
+    running, preemptions, peak = grow(scheduler, prompts, hash_block_size)
+
+    assert preemptions == 0
+    assert running <= max_num_seqs
+    assert peak < budget.num_blocks
+
+
+@pytest.mark.parametrize("in_flight", range(26, 34))
+def test_slots_of_drafted_tokens(base_configs: Configs, in_flight: int) -> None:
+    """One request, alone: with the engine's own count it may wait for ever."""
+    spec = SlidingWindowSpec(
+        block_size=16,
+        num_kv_heads=1,
+        head_size=64,
+        dtype=torch.bfloat16,
+        sliding_window=18,
+    )
+    config = replaced(base_configs["draft"], 200, 1, in_flight, 16, False)
+    layers: Layers = {"layers.0": spec}
+    budget = plan(config, layers)
+    scheduler, hash_block_size = make_scheduler(config, layers, budget.num_bytes)
+
+    _, preemptions, peak = grow(scheduler, [[1] * 150], hash_block_size)
+
+    assert preemptions == 0
+    assert peak < budget.num_blocks
+
+
+@settings(COMMON, max_examples=50)
+@given(data=st.data())
+def test_tight_for_full_attention(base_configs: Configs, data: st.DataObject) -> None:
+    config, layers = data.draw(cases(base_configs))
+    assume(all(isinstance(spec, FullAttentionSpec) for spec in layers.values()))
+    block_size = config.cache_config.block_size
+    max_model_len = config.model_config.max_model_len
+    max_num_seqs = config.scheduler_config.max_num_seqs
+    assume(max_num_seqs > 1 and max_model_len % block_size != 1)
+    assume(config.scheduler_config.max_num_batched_tokens >= max_num_seqs)
+    config.cache_config.enable_prefix_caching = False
+    prompts = [[number] for number in range(max_num_seqs)]
+    budget = plan(config, layers)
+
+    results = []
+    for missing in (0, budget.bytes_per_block):
+        num_bytes = budget.num_bytes - missing
+        scheduler, hash_size = make_scheduler(config, layers, num_bytes)
+        results.append(grow(scheduler, prompts, hash_size)[:2])
+
+    assert results[0] == (max_num_seqs, 0)
+    assert results[1] != (max_num_seqs, 0)

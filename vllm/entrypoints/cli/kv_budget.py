@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The `kv-budget` subcommand: arguments only, the work is imported when it runs."""
+
+import argparse
+import sys
+import typing
+
+from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
+
+if typing.TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+else:
+    FlexibleArgumentParser = argparse.ArgumentParser
+
+DESCRIPTION = "Show the KV cache budget that a model and its engine arguments need."
+
+
+class KVBudgetSubcommand(CLISubcommand):
+    """The `kv-budget` subcommand for the vLLM CLI."""
+
+    name = "kv-budget"
+
+    @staticmethod
+    def cmd(args: argparse.Namespace) -> None:
+        from vllm.entrypoints.kv_budget import main
+
+        if args.model_tag is not None:
+            args.model = args.model_tag
+        sys.exit(main(args))
+
+    def subparser_init(
+        self, subparsers: argparse._SubParsersAction
+    ) -> FlexibleArgumentParser:
+        parser = subparsers.add_parser(
+            self.name,
+            help=DESCRIPTION,
+            description=DESCRIPTION
+            + " Starts no engine and loads no weights. Sizes are bytes per rank.",
+            usage=f"vllm {self.name} [model_tag] [options]",
+        )
+        parser.add_argument(
+            "model_tag",
+            nargs="?",
+            help="The model: a folder or a name, as --model.",
+        )
+        parser.add_argument(
+            "--json", action="store_true", help="Print JSON instead of text."
+        )
+        # As for `bench`: engine arguments are costly to declare, so only for this
+        # subcommand.
+        first = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
+        if first == self.name:
+            from vllm.engine.arg_utils import EngineArgs
+
+            parser = EngineArgs.add_cli_args(parser)
+        parser.epilog = VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=self.name)
+        return parser
+
+
+def cmd_init() -> list[CLISubcommand]:
+    return [KVBudgetSubcommand()]

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What `vllm kv-budget` prints: the budget that an engine with these arguments needs.
+
+The configuration is the engine's own, its layers are built on the meta device and
+the sizes come from `vllm.v1.core.kv_budget`. No weights and no cache are allocated.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.core.kv_budget import (
+    Allocation,
+    GiB,
+    KVBudget,
+    check_kv_budget,
+    format_bytes,
+    name_kv_budget,
+    plan_allocation,
+    plan_kv_budget,
+    shorten_max_model_len,
+)
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheSpecKind
+from vllm.v1.worker.kv_cache_specs import specs_of_all_stages
+
+PROG = "vllm kv-budget"
+MLA_KINDS = {KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA}
+
+
+class Plan(NamedTuple):
+    """A configuration with its budget, and what a given budget makes of it."""
+
+    config: VllmConfig
+    block_size: int
+    budget: KVBudget | None
+    """None if no layer has a KV cache."""
+    given: Allocation | None
+    """None if no budget is given."""
+
+
+def make_plan(vllm_config: VllmConfig) -> Plan:
+    """Plan as the engine core does when it starts, with nothing allocated.
+
+    Raises:
+        ValueError: If the engine would not start with this configuration, or with
+            the budget in it.
+
+    """
+    register_all_kvcache_specs(vllm_config)
+    workers = specs_of_all_stages(vllm_config)
+    specs = [worker.kv_cache_spec for worker in workers]
+    resolve_kv_cache_layout(
+        vllm_config,
+        [worker.supported_layouts for worker in workers],
+        [spec for rank_specs in specs for spec in rank_specs.values()],
+    )
+    num_bytes = vllm_config.cache_config.kv_cache_memory_bytes
+    if num_bytes is not None and vllm_config.model_config.original_max_model_len == -1:
+        shorten_max_model_len(vllm_config, specs, num_bytes)
+    budget = plan_kv_budget(vllm_config, specs)
+    given = None
+    if budget is not None and num_bytes is not None:
+        check_kv_budget(vllm_config, specs)
+        given = plan_allocation(vllm_config, specs, budget, num_bytes)
+    return Plan(vllm_config, workers[0].block_size, budget, given)
+
+
+def host_features() -> dict[str, bool]:
+    """Return what of the host a plan may depend on."""
+    return {
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+    }
+
+
+def host_dependence(budget: KVBudget) -> dict[str, str]:
+    """Return which features of the host this plan depends on, and for what."""
+    kinds = {group.kind for rank in budget.ranks for group in rank.groups}
+    depends = {}
+    if kinds & {kind.value for kind in MLA_KINDS}:
+        depends["amx"] = "the block size of MLA layers"
+    if KVCacheSpecKind.MAMBA.value in kinds:
+        depends["avx512_bf16"] = "the data type of Mamba and linear attention states"
+    return depends
+
+
+def paste_lines(num_bytes: int) -> dict[str, str]:
+    """Return a budget as the flag, the variable and the YAML key that set it.
+
+    The variable's value is the shortest fraction that stands for these very bytes.
+    """
+    return {
+        "flag": f"--kv-cache-memory-bytes {num_bytes}",
+        "variable": f"VLLM_CPU_KVCACHE_SPACE={num_bytes / GiB!r}",
+        "yaml": f"kv_cache_memory_bytes: {num_bytes}",
+    }
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """Return what of the configuration the plan is for."""
+    config = plan.config
+    parallel_config = config.parallel_config
+    return {
+        "model": config.model_config.model,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "block_size": plan.block_size,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "tensor_parallel_size": parallel_config.tensor_parallel_size,
+        "pipeline_parallel_size": parallel_config.pipeline_parallel_size,
+        "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        "hybrid_kv_cache_manager": (
+            not config.scheduler_config.disable_hybrid_kv_cache_manager
+        ),
+    }
+
+
+def as_json(plan: Plan) -> str:
+    """Return a plan as JSON. Sizes are bytes, per rank."""
+    report: dict[str, Any] = {"settings": settings(plan), "host": host_features()}
+    budget = plan.budget
+    report["needs_kv_cache"] = budget is not None
+    if budget is not None:
+        report["host_dependence"] = host_dependence(budget)
+        report["budget"] = asdict(budget)
+        report["paste"] = paste_lines(budget.num_bytes)
+        if plan.given is not None:
+            report["given"] = asdict(plan.given) | {
+                "source": name_kv_budget(plan.config.cache_config),
+                "bytes_above_budget": plan.given.num_bytes - budget.num_bytes,
+            }
+    return json.dumps(report, indent=2)
+
+
+def describe_ranks(plan: Plan, budget: KVBudget) -> Iterator[str]:
+    """Yield the lines about blocks, once if all ranks are alike."""
+    ranks = list(dict.fromkeys(budget.ranks))
+    for rank in ranks:
+        if len(ranks) > 1:
+            stages = [str(i) for i, other in enumerate(budget.ranks) if other == rank]
+            yield f"Ranks of pipeline stage {', '.join(stages)}"
+        else:
+            yield "Each rank"
+        yield f"  block          {format_bytes(rank.bytes_per_block)}"
+        yield f"  token          {format_bytes(rank.bytes_per_token)}"
+        request = f"{rank.blocks_per_request} blocks"
+        yield f"  request        {request} for {budget.max_model_len:,} tokens"
+        for group in dict.fromkeys(rank.groups):
+            count = rank.groups.count(group)
+            times = f"{count} x " if count > 1 else ""
+            yield (
+                f"  group          {times}{group.kind}: {group.num_layers} layers, "
+                f"{group.block_size:,} tokens a block, "
+                f"{group.blocks_per_request} blocks a request"
+            )
+
+
+def describe_given(plan: Plan, budget: KVBudget, given: Allocation) -> Iterator[str]:
+    """Yield the lines about the budget that is set."""
+    yield f"Given by {name_kv_budget(plan.config.cache_config)}"
+    yield f"  budget         {format_bytes(given.num_bytes)}: {given.num_blocks} blocks"
+    yield (
+        f"  at once        {given.num_requests} requests of "
+        f"{budget.max_model_len:,} tokens"
+    )
+    yield (
+        f"  engine's log   {given.logged_tokens:,} tokens, "
+        f"{given.logged_concurrency:.2f}x (it counts the null block)"
+    )
+    difference = given.num_bytes - budget.num_bytes
+    if difference:
+        more = "more" if difference > 0 else "less"
+        yield f"  difference     {format_bytes(abs(difference))} {more} than needed"
+
+
+def as_text(plan: Plan) -> str:
+    """Return a plan for people."""
+    lines = [f"{key:24}{value}" for key, value in settings(plan).items()]
+    features = host_features()
+    names = {"amx": "AMX", "avx512_bf16": "AVX512-BF16"}
+    has = ", ".join(f"{names[k]} {'yes' if v else 'no'}" for k, v in features.items())
+    budget = plan.budget
+    depends = host_dependence(budget) if budget is not None else {}
+    effect = "; ".join(f"{names[key]} decides {what}" for key, what in depends.items())
+    lines.append(f"{'host':24}{has}" + (f" ({effect})" if effect else ""))
+    if budget is None:
+        return "\n".join([*lines, "", "This model needs no KV cache."])
+    lines += ["", *describe_ranks(plan, budget)]
+    per_request = budget.blocks_per_request
+    held_back = budget.num_blocks - 1 - budget.max_num_seqs * per_request
+    watermark = f" + {held_back} of the watermark" if held_back else ""
+    start = f"{budget.start_blocks} blocks, the null block among them"
+    blocks = f"{budget.max_num_seqs} x {per_request} + 1 null block{watermark}"
+    needed = f"{format_bytes(budget.num_bytes)}: {budget.num_blocks} blocks"
+    lines += [
+        "",
+        "Budget, per rank",
+        f"  to start       {format_bytes(budget.start_bytes)}: {start}",
+        f"  no preemption  {needed} = {blocks}",
+    ]
+    if plan.given is not None:
+        lines += ["", *describe_given(plan, budget, plan.given)]
+    lines += ["", "To have no preemption, one of"]
+    lines += [f"  {line}" for line in paste_lines(budget.num_bytes).values()]
+    return "\n".join(lines)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first sentence or so of an error, without pydantic's frame."""
+    details = getattr(error, "errors", None)
+    if callable(details) and (found := details()):
+        message = str(found[0].get("msg", error)).removeprefix("Value error, ")
+    else:
+        message = str(error) or type(error).__name__
+    return " ".join(message.split())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep standard output for the plan, and ask the user nothing.
+
+    Warnings go to standard error. With the logging level at DEBUG, so does all else.
+    """
+    logger = logging.getLogger("vllm")
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    if logger.getEffectiveLevel() > logging.DEBUG:
+        logger.setLevel(logging.ERROR)
+    with (
+        open(os.devnull) as nothing,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        stdin, sys.stdin = sys.stdin, nothing
+        try:
+            yield
+        finally:
+            sys.stdin = stdin
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the plan for parsed arguments.
+
+    Returns:
+        The exit status: 0, or 1 if the engine would not start with them.
+
+    """
+    try:
+        with quiet():
+            vllm_config = EngineArgs.from_cli_args(args).create_engine_config(
+                UsageContext.OPENAI_API_SERVER
+            )
+            plan = make_plan(vllm_config)
+    except Exception as error:
+        if envs.VLLM_LOGGING_LEVEL == "DEBUG":
+            raise
+        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
+        return 1
+    print(as_json(plan) if args.json else as_text(plan))
+    return 0

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The KV cache budget that a configuration needs, in whole blocks.
+
+A budget is `kv_cache_memory_bytes`: bytes per rank. Every size in here comes from
+the functions by which the engine groups layers, lays out blocks and decides whether
+it can start; what is added is how many requests there are, the null block that the
+block pool keeps for itself, and the slots of drafted tokens.
+
+This is the one place that knows where these functions are. 0.33.0 has them behind
+`vllm/v1/core/kv_cache_planning.py`.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import envs
+from vllm.config import CacheConfig, VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+from vllm.v1.core.kv_cache_utils import (
+    _estimate_max_model_len_from_groups,
+    _max_memory_usage_bytes_from_groups,
+    _pool_bytes_per_block,
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_capacity,
+    get_kv_cache_configs,
+)
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    get_kv_cache_spec_kind,
+)
+
+logger = init_logger(__name__)
+
+MiB = 1 << 20
+GiB = 1 << 30
+# More than any engine plans with; nothing of this size is ever allocated.
+PLENTY = 1 << 60
+
+KVCacheSpecs = Sequence[dict[str, KVCacheSpec]]
+"""The specs of each rank's layers, by layer name."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table, on one rank."""
+
+    kind: str
+    num_layers: int
+    block_size: int
+    """Tokens per block; for Mamba layers, per state."""
+    blocks_per_request: int
+    """Blocks that a request of max_model_len may hold at once."""
+
+
+@dataclass(frozen=True)
+class RankBudget:
+    """What one rank needs. Sizes are bytes, the null block is among the blocks."""
+
+    bytes_per_block: int
+    bytes_per_token: int
+    """What the attention layers write for one token."""
+    groups: tuple[LayerGroup, ...]
+    blocks_per_request: int
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """What an engine needs. Sizes are bytes per rank, as `kv_cache_memory_bytes`."""
+
+    max_num_seqs: int
+    max_model_len: int
+    ranks: tuple[RankBudget, ...]
+    blocks_per_request: int
+    start_blocks: int
+    start_bytes: int
+    """The least budget with which the engine starts."""
+    num_blocks: int
+    num_bytes: int
+    """The budget with which max_num_seqs requests of max_model_len run at once
+    and none is preempted."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """A block of the rank that needs the largest: it decides for all ranks."""
+        return max(rank.bytes_per_block for rank in self.ranks)
+
+    def num_requests(self, num_blocks: int) -> int:
+        """How many requests of max_model_len run at once in num_blocks blocks."""
+        return max(num_blocks - 1, 0) // self.blocks_per_request
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What the engine makes of a given budget."""
+
+    num_bytes: int
+    num_blocks: int
+    num_requests: int
+    """Requests of max_model_len that run at once, none preempted."""
+    logged_tokens: int
+    logged_concurrency: float
+    """As in the engine's log, which counts the null block."""
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size with its bytes, and its MiB or GiB."""
+    if abs(num_bytes) < MiB:
+        return f"{num_bytes:,} bytes ({num_bytes / 1024:.7g} KiB)"
+    if abs(num_bytes) < GiB:
+        return f"{num_bytes:,} bytes ({num_bytes / MiB:.7g} MiB)"
+    return f"{num_bytes:,} bytes ({num_bytes / GiB:.7g} GiB)"
+
+
+def _planning_config(vllm_config: VllmConfig) -> VllmConfig:
+    """Return a copy in which only max_model_len and the specs decide."""
+    config = copy.copy(vllm_config)
+    config.cache_config = copy.copy(vllm_config.cache_config)
+    config.cache_config.num_gpu_blocks_override = None
+    config.model_config = copy.copy(vllm_config.model_config)
+    config.model_config.original_max_model_len = None
+    return config
+
+
+def _plan_groups(
+    vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs
+) -> list[list[KVCacheGroupSpec]]:
+    """Return each rank's groups, as the engine makes them from all ranks' specs."""
+    configs = get_kv_cache_configs(
+        vllm_config, list(kv_cache_specs), [PLENTY] * len(kv_cache_specs)
+    )
+    return [config.kv_cache_groups for config in configs]
+
+
+def _needed_blocks(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """Return the blocks that the engine counts for a request of max_model_len."""
+    needed = _max_memory_usage_bytes_from_groups(vllm_config, groups)
+    return needed // _pool_bytes_per_block(vllm_config, groups)
+
+
+def _with_room_for_drafts(vllm_config: VllmConfig) -> VllmConfig:
+    """Return a copy in which the slots of drafted tokens are in flight too.
+
+    Sliding and chunked layers are charged for what is in flight, in which the engine
+    counts no drafted tokens, though it takes blocks for them. With no more than its
+    own count it starts, and then preempts a request or waits for a block for ever.
+    """
+    config = copy.copy(vllm_config)
+    config.scheduler_config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_config.max_num_batched_tokens += vllm_config.num_lookahead_tokens
+    return config
+
+
+def _describe_group(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> LayerGroup:
+    # A pipeline stage may have no layer of a group, whose blocks then hold nothing.
+    bytes_per_block = _pool_bytes_per_block(vllm_config, [group])
+    return LayerGroup(
+        kind=get_kv_cache_spec_kind(group.kv_cache_spec).value,
+        num_layers=len(group.layer_names),
+        block_size=group.kv_cache_spec.block_size,
+        blocks_per_request=_needed_blocks(vllm_config, [group])
+        if bytes_per_block
+        else 0,
+    )
+
+
+def _bytes_per_token(specs: dict[str, KVCacheSpec]) -> int:
+    return sum(
+        spec.page_size_bytes // spec.block_size
+        for spec in specs.values()
+        if isinstance(spec, AttentionSpec)
+    )
+
+
+def _blocks_beside_watermark(num_blocks: int, watermark: float) -> int:
+    """Return the least pool that keeps num_blocks beside the scheduler's watermark.
+
+    Beside others, a request is admitted only if this share of all blocks stays free.
+    """
+    pool = num_blocks
+    while missing := max(num_blocks + int(watermark * pool) - pool, 0):
+        pool += missing
+    return pool
+
+
+def plan_kv_budget(
+    vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs
+) -> KVBudget | None:
+    """Plan the budget for max_num_seqs requests of max_model_len.
+
+    Args:
+        vllm_config: The engine's configuration, with the KV cache layout resolved.
+        kv_cache_specs: The specs of each rank. Neither is changed.
+
+    Returns:
+        The budget, or None if no layer has a KV cache.
+
+    Raises:
+        ValueError: If the engine cannot group or lay out these specs.
+
+    """
+    if not any(kv_cache_specs):
+        return None
+    config = _planning_config(vllm_config)
+    roomy = _with_room_for_drafts(config)
+    ranks = []
+    start_bytes = 0
+    groups_of_ranks = _plan_groups(config, kv_cache_specs)
+    for specs, groups in zip(kv_cache_specs, groups_of_ranks, strict=True):
+        rank = RankBudget(
+            bytes_per_block=_pool_bytes_per_block(config, groups),
+            bytes_per_token=_bytes_per_token(specs),
+            groups=tuple(_describe_group(roomy, group) for group in groups),
+            blocks_per_request=_needed_blocks(roomy, groups),
+        )
+        ranks.append(rank)
+        start_blocks = 1 + _needed_blocks(config, groups)
+        start_bytes = max(start_bytes, start_blocks * rank.bytes_per_block)
+    # All ranks have the blocks of the one that can afford the fewest.
+    largest_block = max(rank.bytes_per_block for rank in ranks)
+    blocks_per_request = max(rank.blocks_per_request for rank in ranks)
+    scheduler_config = config.scheduler_config
+    num_blocks = _blocks_beside_watermark(
+        1 + scheduler_config.max_num_seqs * blocks_per_request,
+        scheduler_config.watermark if scheduler_config.max_num_seqs > 1 else 0,
+    )
+    return KVBudget(
+        max_num_seqs=scheduler_config.max_num_seqs,
+        max_model_len=config.model_config.max_model_len,
+        ranks=tuple(ranks),
+        blocks_per_request=blocks_per_request,
+        start_blocks=start_bytes // largest_block,
+        start_bytes=start_bytes,
+        num_blocks=num_blocks,
+        num_bytes=num_blocks * largest_block,
+    )
+
+
+def plan_allocation(
+    vllm_config: VllmConfig,
+    kv_cache_specs: KVCacheSpecs,
+    budget: KVBudget,
+    num_bytes: int,
+) -> Allocation:
+    """Return what the engine allocates from num_bytes per rank.
+
+    Raises:
+        ValueError: If it refuses to start with so few.
+
+    """
+    config = _planning_config(vllm_config)
+    configs: list[KVCacheConfig] = get_kv_cache_configs(
+        config, list(kv_cache_specs), [num_bytes] * len(kv_cache_specs)
+    )
+    scheduler_kv_cache_config = generate_scheduler_kv_cache_config(configs)
+    tokens, concurrency = get_kv_cache_capacity(config, scheduler_kv_cache_config)
+    num_blocks = scheduler_kv_cache_config.num_blocks
+    return Allocation(
+        num_bytes=num_bytes,
+        num_blocks=num_blocks,
+        num_requests=budget.num_requests(num_blocks),
+        logged_tokens=tokens,
+        logged_concurrency=concurrency,
+    )
+
+
+def longest_model_len(
+    vllm_config: VllmConfig,
+    kv_cache_specs: KVCacheSpecs,
+    num_bytes: int,
+    num_requests: int,
+) -> int:
+    """Return the greatest max_model_len of which num_requests fit into num_bytes.
+
+    Returns:
+        The length in tokens, 0 if not even one token fits.
+
+    """
+    config = _planning_config(vllm_config)
+    lengths = []
+    for groups in _plan_groups(config, kv_cache_specs):
+        bytes_per_block = _pool_bytes_per_block(config, groups)
+        blocks_per_request = (num_bytes // bytes_per_block - 1) // num_requests
+        lengths.append(
+            _estimate_max_model_len_from_groups(
+                _with_room_for_drafts(config),
+                groups,
+                blocks_per_request * bytes_per_block,
+            )
+        )
+    return min(lengths)
+
+
+def name_kv_budget(cache_config: CacheConfig) -> str:
+    """Return the setting that a budget comes from, as the user would write it."""
+    num_bytes = cache_config.kv_cache_memory_bytes
+    space = envs.VLLM_CPU_KVCACHE_SPACE
+    if isinstance(space, float) and num_bytes == int(space * GiB):
+        return f"VLLM_CPU_KVCACHE_SPACE={space:g}"
+    return f"--kv-cache-memory-bytes {num_bytes}"
+
+
+def shorten_max_model_len(
+    vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs, num_bytes: int
+) -> None:
+    """Set max_model_len as the engine does when it is -1, to what num_bytes holds.
+
+    Raises:
+        ValueError: If not even one token fits.
+
+    """
+    get_kv_cache_configs(
+        vllm_config, list(kv_cache_specs), [num_bytes] * len(kv_cache_specs)
+    )
+
+
+def check_kv_budget(vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs) -> None:
+    """Refuse a `kv_cache_memory_bytes` with which the engine cannot start.
+
+    Args:
+        vllm_config: The engine's configuration, with the KV cache layout resolved.
+        kv_cache_specs: The specs of each rank.
+
+    Raises:
+        ValueError: If the budget is too small; says what would be enough.
+
+    """
+    cache_config = vllm_config.cache_config
+    num_bytes = cache_config.kv_cache_memory_bytes
+    if (
+        num_bytes is None
+        or cache_config.num_gpu_blocks_override is not None
+        # The engine shortens max_model_len to the budget.
+        or vllm_config.model_config.original_max_model_len == -1
+    ):
+        return
+    budget = plan_kv_budget(vllm_config, kv_cache_specs)
+    if budget is None or num_bytes >= budget.start_bytes:
+        return
+    length = longest_model_len(vllm_config, kv_cache_specs, num_bytes, 1)
+    shorter = f"; --max-model-len {length} fits this budget" if length > 0 else ""
+    raise ValueError(
+        f"{name_kv_budget(cache_config)} is too small a KV cache for "
+        f"max_model_len={budget.max_model_len}: the engine starts with "
+        f"{format_bytes(budget.start_bytes)} per rank, {budget.start_blocks} blocks, "
+        f"and runs max_num_seqs={budget.max_num_seqs} requests of that length at once "
+        f"with {format_bytes(budget.num_bytes)}, {budget.num_blocks} blocks. "
+        f"--kv-cache-memory-bytes {budget.num_bytes} serves them all{shorter}."
+    )
+
+
+def _adopt_budget(worker: Any, num_bytes: int) -> tuple[int, int]:
+    """Give a worker its budget, and ask it for its memory node.
+
+    Returns:
+        The number of the node, and the bytes that are available on it.
+
+    """
+    worker.cache_config.kv_cache_memory_bytes = num_bytes
+    node = get_allowed_cpu_list()[0].numa_node
+    return node, get_memory_node_info(node).available_memory
+
+
+def fit_kv_cache(
+    vllm_config: VllmConfig,
+    kv_cache_specs: KVCacheSpecs,
+    collective_rpc: Callable[..., list[tuple[int, int]]],
+) -> None:
+    """Size the cache to what the configuration needs, if the user asks for it.
+
+    VLLM_CPU_KVCACHE_SPACE=fit does, unless `kv_cache_memory_bytes` is set. On CPU.
+
+    Args:
+        vllm_config: The engine's configuration, with the KV cache layout resolved.
+        kv_cache_specs: The specs of each rank.
+        collective_rpc: Calls a function on each worker.
+
+    Raises:
+        ValueError: If a memory node has less available than its ranks need; says
+            what would fit.
+
+    """
+    if (
+        not current_platform.is_cpu()
+        or envs.VLLM_CPU_KVCACHE_SPACE != "fit"
+        or vllm_config.cache_config.kv_cache_memory_bytes is not None
+    ):
+        return
+    budget = plan_kv_budget(vllm_config, kv_cache_specs)
+    if budget is None:
+        return
+    nodes = collective_rpc(_adopt_budget, args=(budget.num_bytes,))
+    ranks_by_node = Counter(node for node, _ in nodes)
+    # Ranks of one node may see its memory at slightly different times.
+    for node, num_ranks in ranks_by_node.items():
+        available = min(memory for number, memory in nodes if number == node)
+        share = available // num_ranks
+        if budget.num_bytes > share:
+            raise ValueError(
+                _does_not_fit(
+                    vllm_config, kv_cache_specs, budget, node, num_ranks, share
+                )
+            )
+    vllm_config.cache_config.kv_cache_memory_bytes = budget.num_bytes
+    logger.info(
+        "VLLM_CPU_KVCACHE_SPACE=fit: %s per rank, %d blocks, for max_num_seqs=%d "
+        "requests of max_model_len=%d.",
+        format_bytes(budget.num_bytes),
+        budget.num_blocks,
+        budget.max_num_seqs,
+        budget.max_model_len,
+    )
+
+
+def _does_not_fit(
+    vllm_config: VllmConfig,
+    kv_cache_specs: KVCacheSpecs,
+    budget: KVBudget,
+    node: int,
+    num_ranks: int,
+    share: int,
+) -> str:
+    """Return the message for a budget above a rank's share of its memory node."""
+    num_requests = budget.num_requests(share // budget.bytes_per_block)
+    length = longest_model_len(vllm_config, kv_cache_specs, share, budget.max_num_seqs)
+    remedies = []
+    if num_requests:
+        remedies.append(f"--max-num-seqs {num_requests}")
+    if length > 0:
+        remedies.append(f"--max-model-len {length}")
+    would_fit = " or ".join(remedies) or "no request of this length"
+    return (
+        f"VLLM_CPU_KVCACHE_SPACE=fit needs {format_bytes(budget.num_bytes)} per rank, "
+        f"{budget.num_blocks} blocks, for max_num_seqs={budget.max_num_seqs} requests "
+        f"of max_model_len={budget.max_model_len}, but memory node {node} has "
+        f"{format_bytes(share)} available for each of its {num_ranks} rank(s): "
+        f"{would_fit} would fit."
+    )
