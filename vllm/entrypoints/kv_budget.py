@@ -27,9 +27,7 @@ from vllm.v1.core.kv_budget import (
     Allocation,
     GiB,
     KVBudget,
-    check_kv_budget,
     format_bytes,
-    name_kv_budget,
     plan_allocation,
     plan_kv_budget,
     shorten_max_model_len,
@@ -75,7 +73,6 @@ def make_plan(vllm_config: VllmConfig) -> Plan:
     budget = plan_kv_budget(vllm_config, specs)
     given = None
     if budget is not None and num_bytes is not None:
-        check_kv_budget(vllm_config, specs)
         given = plan_allocation(vllm_config, specs, budget, num_bytes)
     return Plan(vllm_config, workers[0].block_size, budget, given)
 
@@ -111,6 +108,11 @@ def paste_lines(num_bytes: int) -> dict[str, str]:
     }
 
 
+def source(plan: Plan, given: Allocation) -> str:
+    """Return the setting that a given budget comes from."""
+    return plan.config.cache_config.kv_cache_memory_setting(given.num_bytes)
+
+
 def settings(plan: Plan) -> dict[str, Any]:
     """Return what of the configuration the plan is for."""
     config = plan.config
@@ -143,7 +145,7 @@ def as_json(plan: Plan) -> str:
         report["paste"] = paste_lines(budget.num_bytes)
         if plan.given is not None:
             report["given"] = asdict(plan.given) | {
-                "source": name_kv_budget(plan.config.cache_config),
+                "source": source(plan, plan.given),
                 "bytes_above_budget": plan.given.num_bytes - budget.num_bytes,
             }
     return json.dumps(report, indent=2)
@@ -174,7 +176,7 @@ def describe_ranks(plan: Plan, budget: KVBudget) -> Iterator[str]:
 
 def describe_given(plan: Plan, budget: KVBudget, given: Allocation) -> Iterator[str]:
     """Yield the lines about the budget that is set."""
-    yield f"Given by {name_kv_budget(plan.config.cache_config)}"
+    yield f"Given by {source(plan, given)}"
     yield f"  budget         {format_bytes(given.num_bytes)}: {given.num_blocks} blocks"
     yield (
         f"  at once        {given.num_requests} requests of "
@@ -182,7 +184,7 @@ def describe_given(plan: Plan, budget: KVBudget, given: Allocation) -> Iterator[
     )
     yield (
         f"  engine's log   {given.logged_tokens:,} tokens, "
-        f"{given.logged_concurrency:.2f}x (it counts the null block)"
+        f"{given.logged_concurrency:.2f}x (its tokens count the null block)"
     )
     difference = given.num_bytes - budget.num_bytes
     if difference:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
-from vllm.config import CacheConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
@@ -27,8 +27,8 @@ from vllm.v1.core.kv_cache_utils import (
     _max_memory_usage_bytes_from_groups,
     _pool_bytes_per_block,
     generate_scheduler_kv_cache_config,
-    get_kv_cache_capacity,
     get_kv_cache_configs,
+    update_kv_cache_capacity,
 )
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -107,8 +107,9 @@ class Allocation:
     num_requests: int
     """Requests of max_model_len that run at once, none preempted."""
     logged_tokens: int
+    """As in the engine's log, where the null block counts."""
     logged_concurrency: float
-    """As in the engine's log, which counts the null block."""
+    """As in the engine's log, where it does not."""
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -261,14 +262,14 @@ def plan_allocation(
         config, list(kv_cache_specs), [num_bytes] * len(kv_cache_specs)
     )
     scheduler_kv_cache_config = generate_scheduler_kv_cache_config(configs)
-    tokens, concurrency = get_kv_cache_capacity(config, scheduler_kv_cache_config)
+    update_kv_cache_capacity(config, scheduler_kv_cache_config)
     num_blocks = scheduler_kv_cache_config.num_blocks
     return Allocation(
         num_bytes=num_bytes,
         num_blocks=num_blocks,
         num_requests=budget.num_requests(num_blocks),
-        logged_tokens=tokens,
-        logged_concurrency=concurrency,
+        logged_tokens=config.cache_config.kv_cache_size_tokens,
+        logged_concurrency=config.cache_config.kv_cache_max_concurrency,
     )
 
 
@@ -299,15 +300,6 @@ def longest_model_len(
     return min(lengths)
 
 
-def name_kv_budget(cache_config: CacheConfig) -> str:
-    """Return the setting that a budget comes from, as the user would write it."""
-    num_bytes = cache_config.kv_cache_memory_bytes
-    space = envs.VLLM_CPU_KVCACHE_SPACE
-    if isinstance(space, float) and num_bytes == int(space * GiB):
-        return f"VLLM_CPU_KVCACHE_SPACE={space:g}"
-    return f"--kv-cache-memory-bytes {num_bytes}"
-
-
 def shorten_max_model_len(
     vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs, num_bytes: int
 ) -> None:
@@ -319,41 +311,6 @@ def shorten_max_model_len(
     """
     get_kv_cache_configs(
         vllm_config, list(kv_cache_specs), [num_bytes] * len(kv_cache_specs)
-    )
-
-
-def check_kv_budget(vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs) -> None:
-    """Refuse a `kv_cache_memory_bytes` with which the engine cannot start.
-
-    Args:
-        vllm_config: The engine's configuration, with the KV cache layout resolved.
-        kv_cache_specs: The specs of each rank.
-
-    Raises:
-        ValueError: If the budget is too small; says what would be enough.
-
-    """
-    cache_config = vllm_config.cache_config
-    num_bytes = cache_config.kv_cache_memory_bytes
-    if (
-        num_bytes is None
-        or cache_config.num_gpu_blocks_override is not None
-        # The engine shortens max_model_len to the budget.
-        or vllm_config.model_config.original_max_model_len == -1
-    ):
-        return
-    budget = plan_kv_budget(vllm_config, kv_cache_specs)
-    if budget is None or num_bytes >= budget.start_bytes:
-        return
-    length = longest_model_len(vllm_config, kv_cache_specs, num_bytes, 1)
-    shorter = f"; --max-model-len {length} fits this budget" if length > 0 else ""
-    raise ValueError(
-        f"{name_kv_budget(cache_config)} is too small a KV cache for "
-        f"max_model_len={budget.max_model_len}: the engine starts with "
-        f"{format_bytes(budget.start_bytes)} per rank, {budget.start_blocks} blocks, "
-        f"and runs max_num_seqs={budget.max_num_seqs} requests of that length at once "
-        f"with {format_bytes(budget.num_bytes)}, {budget.num_blocks} blocks. "
-        f"--kv-cache-memory-bytes {budget.num_bytes} serves them all{shorter}."
     )
 
 
