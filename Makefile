@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series worktree refresh stock test test-all lint bench-build clean distclean help
+.PHONY: all table install wheel source series worktree refresh stock test test-all lint bench-build bench-budget clean distclean help
 
 all: table
 
@@ -61,13 +61,17 @@ lint: $(VENV)/ready ## ruff and mypy on our own code
 	$(VENV)/bin/mypy
 
 test: install stock lint ## all tests but those that take minutes
-	$(PY) -m pytest -m 'not slow'
+	$(PY) -m pytest -m 'not slow_test'
 
 test-all: install stock lint ## all tests
 	$(PY) -m pytest
 
 bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files
 	$(PY) -m benchmarks.build_time
+
+bench-budget: install ## what vllm kv-budget takes, and what is used of its plans
+	$(PY) -m benchmarks.kv_budget
+	$(PY) -m benchmarks.kv_budget_peaks
 
 clean: ## remove what was built, keep downloads and the environment
 	rm -rf dist $(filter-out build/downloads,$(wildcard build/*))

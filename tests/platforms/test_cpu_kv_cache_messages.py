@@ -244,7 +244,7 @@ def test_memory_utilization_is_named_where_it_decides(
     assert "bytes per rank" not in error
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.parametrize("layers", ["10,25", "25,10"])
 def test_bytes_that_fit_two_pipeline_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layers: str

@@ -49,12 +49,12 @@ SLOW = [
     "draft",
     "embedding-decoder",
 ]
-KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow_test) for kind in SLOW)]
 TIGHT = [
     "full",
     "mla",
     *(
-        pytest.param(kind, marks=pytest.mark.slow)
+        pytest.param(kind, marks=pytest.mark.slow_test)
         for kind in ("talker", "multi-query", "fp8", "reference-no-hybrid")
     ),
 ]
@@ -121,9 +121,7 @@ def test_one_byte_less_than_the_minimum_is_refused(tmp_path: Path) -> None:
         start(args, budget.start_bytes - 1)
 
     message = str(error.value)
-    assert f"--kv-cache-memory-bytes {budget.start_bytes - 1} is too small" in message
-    assert f"{budget.start_bytes:,} bytes" in message
-    assert f"--kv-cache-memory-bytes {budget.num_bytes}" in message
+    assert f"`--kv-cache-memory-bytes={budget.start_bytes}`" in message
     assert "gpu_memory_utilization" not in message
 
 
@@ -156,7 +154,7 @@ def test_budget_is_tight(tmp_path: Path, kind: str, missing: int) -> None:
     assert all_at_once == (missing == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 @pytest.mark.parametrize("kind", ["full", "mla", "alternating"])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 5])
@@ -187,7 +185,7 @@ def test_lengths_and_numbers_of_requests(
     assert result.preemptions == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 @pytest.mark.parametrize("max_num_seqs", [2, 5])
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def test_tight_by_length(
     assert all_at_once == (missing == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 @pytest.mark.parametrize("block_size", [32, 64, 96, 256])
 @pytest.mark.parametrize("missing", [0, 1], ids=["planned", "one-block-less"])
@@ -229,7 +227,7 @@ def test_block_sizes(tmp_path: Path, block_size: int, missing: int) -> None:
     assert all_at_once == (missing == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_block_sizes_of_no_backend(tmp_path: Path, block_size: int) -> None:
@@ -243,7 +241,7 @@ def test_block_sizes_of_no_backend(tmp_path: Path, block_size: int) -> None:
     assert str(started.value) == str(planned.value)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 @pytest.mark.parametrize("missing", [0, 1], ids=["planned", "one-block-less"])
 def test_watermark_is_planned_for(tmp_path: Path, missing: int) -> None:
@@ -356,7 +354,7 @@ def test_fit_of_a_model_without_kv_cache(
     assert run(llm, "embedding-encoder", 100).peak_blocks == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_the_backend_refuses(tmp_path: Path, kind: str) -> None:
@@ -387,7 +385,7 @@ def run_in_processes(args: dict[str, Any], **environment: str) -> dict[str, Any]
     return allocated
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("fit", [True, False], ids=["fit", "planned"])
@@ -426,7 +424,7 @@ def test_two_ranks(
     assert result.get("tokens", [4, 4]) == [4, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_test
 @pytest.mark.forked
 def test_metrics_report_the_fitted_bytes(tmp_path: Path) -> None:
     """The budget is decided in the engine core, /metrics is the front end's."""
