@@ -16,6 +16,15 @@ REGRESSION_TESTS = (
     "tests/platforms/test_cpu_kv_cache_budget.py",
     "tests/platforms/test_cpu_kv_cache_allocation.py",
     "tests/platforms/test_cpu_kv_cache_messages.py",
+    # Of the ways in, those that one process takes: the others take minutes.
+    *(
+        f"tests/platforms/test_cpu_kv_cache_ways_in.py::{test}"
+        for test in (
+            "test_speculative_decoding_with_ngram",
+            "test_speculative_decoding_with_a_draft_model",
+            "test_whole_blocks_of_the_budget_are_held",
+        )
+    ),
 )
 FAILS_ON_STOCK = Path(__file__).with_name("fails_on_stock.txt")
 

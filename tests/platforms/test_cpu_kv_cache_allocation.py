@@ -38,24 +38,23 @@ REFERENCE_MODEL = {
     "max_position_embeddings": 2048,
     "torch_dtype": "bfloat16",
 }
+REFERENCE_ARGUMENTS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "bfloat16",
+    "block_size": 128,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 2,
+}
 REFERENCE_TOKENS = {128 * MiB: 2231, GiB: 17881, 4 * GiB: 71527}
 
 
 def reference_engine(folder: Path, **kwargs) -> LLM:
     """Start an engine on the reference model, whose config.json goes to folder."""
     (folder / "config.json").write_text(json.dumps(REFERENCE_MODEL))
-    return LLM(
-        str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        block_size=128,
-        max_model_len=2048,
-        max_num_batched_tokens=128,
-        max_num_seqs=2,
-        **kwargs,
-    )
+    return LLM(str(folder), **REFERENCE_ARGUMENTS, **kwargs)
 
 
 def share_of_memory(size: int) -> float:

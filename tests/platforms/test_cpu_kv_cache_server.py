@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The KV cache budget of servers on CPU: `vllm serve` and `vllm launch render`.
+
+Each test starts the installed command on a port of loopback that is free, waits
+until it answers, asks it over HTTP and ends it with SIGTERM.
+"""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sysconfig
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.platforms.test_cpu_kv_cache_allocation import (
+    REFERENCE_ARGUMENTS,
+    REFERENCE_MODEL,
+    REFERENCE_TOKENS,
+)
+from tests.platforms.test_cpu_kv_cache_ways_in import (
+    BUDGET,
+    REFERENCE_BLOCKS,
+    TWO_RANKS,
+    budgets,
+    kill_group,
+    needs_two_cores,
+    process_environment,
+    tail,
+    write_model,
+)
+
+GiB = 1 << 30
+VLLM = Path(sysconfig.get_path("scripts")) / "vllm"
+READY_WITHIN = 300
+STOPPED_WITHIN = 60
+
+
+def as_flags(arguments: dict[str, Any]) -> list[str]:
+    flags = []
+    for name, value in arguments.items():
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags.append(str(value))
+    return flags
+
+
+REFERENCE_FLAGS = as_flags(REFERENCE_ARGUMENTS)
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> str:
+        request = urllib.request.Request(
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+    def complete(self) -> dict[str, Any]:
+        """Ask for eight tokens after a prompt of token ids."""
+        body = {"prompt": list(range(1, 20)), "max_tokens": 8, "ignore_eos": True}
+        return json.loads(self.ask("/v1/completions", body | {"detokenize": False}))
+
+    def cache_config(self) -> list[dict[str, str]]:
+        """The labels of vllm:cache_config_info, of each engine."""
+        return [
+            dict(re.findall(r'(\w+)="([^"]*)"', line))
+            for line in self.ask("/metrics").splitlines()
+            if line.startswith("vllm:cache_config_info{")
+        ]
+
+    def members(self) -> list[psutil.Process]:
+        """The running processes that the server consists of."""
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def stop(self) -> None:
+        """End the server with SIGTERM; nothing of it may stay."""
+        members = self.members()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(STOPPED_WITHIN)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"runs on after SIGTERM, {tail(self.log)}")
+        assert status == 0, f"status {status}, {tail(self.log)}"
+        _, alive = psutil.wait_procs(members, timeout=10)
+        alive = [
+            process
+            for process in alive
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
+        assert not alive, f"still there: {alive}, {tail(self.log)}"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(
+    folder: Path, *command: str, environment: dict[str, str]
+) -> tuple[subprocess.Popen, Path]:
+    """Start a vllm command, and return it and its log."""
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [VLLM, *command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    return process, log
+
+
+@contextmanager
+def serve(folder: Path, *command: str, environment: dict[str, str]) -> Iterator[Server]:
+    """Run a vllm command that serves until it is ready, and kill what is left."""
+    port = free_port()
+    process, log = start(
+        *(folder, *command, "--host", "127.0.0.1", "--port", str(port)),
+        environment=environment,
+    )
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        deadline = time.monotonic() + READY_WITHIN
+        while True:
+            try:
+                server.ask("/health")
+                break
+            except OSError:
+                assert process.poll() is None, f"did not start, {tail(log)}"
+                assert time.monotonic() < deadline, f"not ready, {tail(log)}"
+                time.sleep(0.2)
+        yield server
+    finally:
+        kill_group(process)
+
+
+def budget_flags(explicit: int | None) -> list[str]:
+    return [] if explicit is None else ["--kv-cache-memory-bytes", "128M"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "explicit"),
+    [
+        pytest.param("4", BUDGET, id="explicit-over-4"),
+        pytest.param("0.125", None, id="variable-alone", marks=pytest.mark.slow_test),
+    ],
+)
+def test_serve(tmp_path: Path, variable: str, explicit: int | None) -> None:
+    model = write_model(tmp_path / "model", REFERENCE_MODEL)
+    with serve(
+        *(tmp_path, "serve", model, *REFERENCE_FLAGS, *budget_flags(explicit)),
+        environment=process_environment(variable),
+    ) as server:
+        answer = server.complete()
+        (cache_config,) = server.cache_config()
+        log = server.log.read_text()
+        server.stop()
+
+    assert answer["usage"]["completion_tokens"] == 8, answer
+    assert cache_config["kv_cache_memory_bytes"] == str(BUDGET)
+    assert cache_config["num_gpu_blocks"] == str(REFERENCE_BLOCKS)
+    assert cache_config["kv_cache_size_tokens"] == str(REFERENCE_TOKENS[BUDGET])
+    precedence = f"kv_cache_memory_bytes={BUDGET} takes precedence over"
+    assert (precedence in log) == (explicit is not None), log[-6000:]
+    assert f"KV cache size: {REFERENCE_TOKENS[BUDGET]:,} tokens" in log, log[-6000:]
+
+
+@pytest.mark.slow_test
+@budgets
+def test_serve_with_a_config_file(
+    tmp_path: Path, variable: str, explicit: int | None
+) -> None:
+    model = write_model(tmp_path / "model", REFERENCE_MODEL)
+    lines = {"model": model, **REFERENCE_ARGUMENTS}
+    if explicit is not None:
+        lines["kv_cache_memory_bytes"] = "128M"
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "".join(
+            f"{name.replace('_', '-')}: {json.dumps(value)}\n"
+            for name, value in lines.items()
+        )
+    )
+    with serve(
+        *(tmp_path, "serve", "--config", str(config)),
+        environment=process_environment(variable),
+    ) as server:
+        answer = server.complete()
+        (cache_config,) = server.cache_config()
+        server.stop()
+
+    assert answer["usage"]["completion_tokens"] == 8, answer
+    assert cache_config["kv_cache_memory_bytes"] == str(BUDGET)
+    assert cache_config["num_gpu_blocks"] == str(REFERENCE_BLOCKS)
+    assert cache_config["kv_cache_size_tokens"] == str(REFERENCE_TOKENS[BUDGET])
+
+
+@pytest.mark.slow_test
+@needs_two_cores
+@budgets
+def test_serve_data_parallel(
+    tmp_path: Path, variable: str, explicit: int | None
+) -> None:
+    """Each rank has the whole budget; the front end reports the sum of the blocks."""
+    model = write_model(tmp_path / "model", REFERENCE_MODEL)
+    with serve(
+        *(tmp_path, "serve", model, *REFERENCE_FLAGS, *budget_flags(explicit)),
+        *("--data-parallel-size", "2"),
+        environment=process_environment(variable, **TWO_RANKS),
+    ) as server:
+        answers = [server.complete() for _ in range(2)]
+        cache_configs = server.cache_config()
+        log = server.log.read_text()
+        server.stop()
+
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [8, 8]
+    assert [cache_config["engine"] for cache_config in cache_configs] == ["0", "1"]
+    for cache_config in cache_configs:
+        assert cache_config["kv_cache_memory_bytes"] == str(BUDGET)
+        assert cache_config["num_gpu_blocks"] == str(2 * REFERENCE_BLOCKS)
+        assert cache_config["kv_cache_size_tokens"] == str(REFERENCE_TOKENS[BUDGET])
+    size = f"KV cache size: {REFERENCE_TOKENS[BUDGET]:,} tokens"
+    ranks = re.findall(rf"EngineCore_DP(\d) .*{size}", log)
+    assert sorted(ranks) == ["0", "1"], log[-6000:]
+
+
+@pytest.mark.slow_test
+@pytest.mark.parametrize(
+    ("variable", "flags", "message"),
+    [
+        pytest.param(
+            "1GiB", ["--kv-cache-memory-bytes", "128M"], "number of GiB", id="variable"
+        ),
+        pytest.param(
+            "4", ["--kv-cache-memory-bytes", "0"], "positive number of bytes", id="zero"
+        ),
+    ],
+)
+def test_serve_refuses_what_is_no_budget(
+    tmp_path: Path, variable: str, flags: list[str], message: str
+) -> None:
+    model = write_model(tmp_path / "model", REFERENCE_MODEL)
+    process, log = start(
+        *(tmp_path, "serve", model, *REFERENCE_FLAGS, *flags),
+        *("--host", "127.0.0.1", "--port", str(free_port())),
+        environment=process_environment(variable),
+    )
+    try:
+        status = process.wait(READY_WITHIN)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"serves, {tail(log)}")
+    finally:
+        kill_group(process)
+
+    assert status == 1, tail(log)
+    assert message in log.read_text(), tail(log)
+
+
+@pytest.mark.slow_test
+@pytest.mark.parametrize("variable", ["4", "0.125"])
+def test_render_server_holds_no_cache(tmp_path: Path, variable: str) -> None:
+    """Whatever the variable, as the render server assigns 0 to it in envs.
+
+    That assignment is what makes its configuration say so.
+    """
+    model = write_model(tmp_path / "model", REFERENCE_MODEL)
+    with serve(
+        *(tmp_path, "launch", "render", model, *REFERENCE_FLAGS),
+        environment=process_environment(variable, VLLM_SERVER_DEV_MODE="1"),
+    ) as server:
+        info = json.loads(server.ask("/server_info?config_format=json"))
+        held = sum(anonymous_memory(process) for process in server.members())
+        server.stop()
+
+    assert info["vllm_config"]["cache_config"]["kv_cache_memory_bytes"] is None
+    assert held < 2 * GiB
+
+
+def anonymous_memory(process: psutil.Process) -> int:
+    """RssAnon of a process, which a KV cache would be part of, in bytes."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kib) * 1024

@@ -1,0 +1,622 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Every way in which a KV cache budget reaches an engine on CPU.
+
+Each way is taken with an explicit kv_cache_memory_bytes of 128 MiB against
+VLLM_CPU_KVCACHE_SPACE=4 and with the variable alone at 0.125. An engine starts
+in a process of its own, with the processes that it starts in turn, and reports
+its blocks, its tokens and the bytes that each of its workers really holds. An LLM
+in one process is in test_cpu_kv_cache_allocation.py, servers are in
+test_cpu_kv_cache_server.py.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from tests.platforms.test_cpu_kv_cache_allocation import (
+    REFERENCE_ARGUMENTS,
+    REFERENCE_MODEL,
+    REFERENCE_TOKENS,
+    GiB,
+    MiB,
+    set_variable,
+    share_of_memory,
+)
+from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.config import VllmConfig
+from vllm.config.utils import replace
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+RESULT_WITHIN = 400
+BUDGET = 128 * MiB
+REFERENCE_BLOCK = 7 * MiB // 4
+REFERENCE_BLOCKS = 73
+
+SLOW = pytest.mark.slow_test
+budgets = pytest.mark.parametrize(
+    ("variable", "explicit"),
+    [
+        pytest.param("4", BUDGET, id="explicit-over-4"),
+        pytest.param("0.125", None, id="variable-alone"),
+    ],
+)
+
+# One core for each of two ranks.
+CORES = sorted(os.sched_getaffinity(0))
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2]))}
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two ranks on two cores")
+
+PROMPT = {"prompt_token_ids": list(range(1, 20))}
+LENGTH = 8
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=LENGTH, ignore_eos=True, detokenize=False
+)
+ROOT = Path(__file__).parents[2]
+
+
+def held(worker: Any) -> int:
+    """The bytes of the KV cache that a worker holds."""
+    storages = [cache.untyped_storage() for cache in worker.model_runner.kv_caches]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def report(config: VllmConfig, ranks: list[int], length: int) -> dict[str, Any]:
+    return {
+        "bytes": config.cache_config.kv_cache_memory_bytes,
+        "blocks": config.cache_config.num_gpu_blocks,
+        "tokens": config.cache_config.kv_cache_size_tokens,
+        "ranks": ranks,
+        "length": length,
+    }
+
+
+def sync_report(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Start an LLM, generate, and report what it holds."""
+    engine = LLM(**arguments)
+    length = generate(engine)
+    return report(engine.llm_engine.vllm_config, engine.collective_rpc(held), length)
+
+
+async def async_report(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As sync_report, with an AsyncLLM."""
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    try:
+        async for output in engine.generate(PROMPT, GREEDY, "request"):
+            length = len(output.outputs[0].token_ids)
+        return report(engine.vllm_config, await engine.collective_rpc(held), length)
+    finally:
+        engine.shutdown()
+
+
+def budget_of(config: VllmConfig) -> int | None:
+    return config.cache_config.kv_cache_memory_bytes
+
+
+def rebuilt_budget_of(config: VllmConfig) -> int | None:
+    config.__post_init__()
+    return budget_of(config)
+
+
+def budgets_of_copies(arguments: dict[str, Any]) -> dict[str, int | None]:
+    """Build a configuration and report the budget of each copy of it."""
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    pickled = pickle.loads(pickle.dumps(config))
+    copied = copy.deepcopy(config)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+        return {
+            "built": budget_of(config),
+            "pickled": budget_of(pickled),
+            "pickled and rebuilt": rebuilt_budget_of(pickled),
+            "copied": budget_of(copied),
+            "copied and rebuilt": rebuilt_budget_of(copied),
+            "dataclasses.replace": budget_of(dataclasses.replace(config)),
+            "replace": budget_of(replace(config)),
+            "sent": pool.submit(budget_of, config).result(),
+            "sent and rebuilt": pool.submit(rebuilt_budget_of, config).result(),
+            "rebuilt": rebuilt_budget_of(config),
+        }
+
+
+def process_environment(variable: str | None, **others: str) -> dict[str, str]:
+    """The variables of a process, with VLLM_CPU_KVCACHE_SPACE set or unset."""
+    environment = os.environ | others
+    environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if variable is not None:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = variable
+    return environment
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """A model of full attention layers, nothing else of which takes memory."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    }
+
+
+BERT = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log: Path) -> str:
+    return "the end of the log:\n" + log.read_text(errors="replace")[-6000:]
+
+
+def run_here(
+    folder: Path, job: str, arguments: dict[str, Any], environment: dict[str, str]
+) -> Any:
+    """Run one of the jobs at the end of this file in a process of its own."""
+    log, result = folder / "log", folder / "result.json"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.platforms.test_cpu_kv_cache_ways_in"),
+                *(job, json.dumps(arguments), str(result)),
+            ],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(RESULT_WITHIN)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no result after {RESULT_WITHIN} s, {tail(log)}")
+        finally:
+            kill_group(process)
+    assert status == 0, tail(log)
+    return json.loads(result.read_text())
+
+
+def run_engine(
+    folder: Path,
+    variable: str,
+    explicit: int | None,
+    *,
+    way: str = "sync",
+    model: dict[str, Any] = REFERENCE_MODEL,
+    environment: dict[str, str] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Start an engine in a process of its own, and return what it reports."""
+    return run_here(
+        folder,
+        way,
+        {
+            "model": write_model(folder / "model", model),
+            "kv_cache_memory_bytes": explicit,
+            **(REFERENCE_ARGUMENTS | arguments),
+        },
+        process_environment(
+            variable,
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            # What a worker holds is asked by sending it a function.
+            VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+            **(environment or {}),
+        ),
+    )
+
+
+def forked_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    variable: str | None,
+    explicit: int | None = None,
+    *,
+    model: dict[str, Any],
+    **arguments: Any,
+) -> LLM:
+    """Start an engine in this process, which pytest has forked."""
+    set_variable(monkeypatch, variable)
+    return LLM(
+        write_model(folder / "model", model),
+        kv_cache_memory_bytes=explicit,
+        **(REFERENCE_ARGUMENTS | arguments),
+    )
+
+
+def generate(engine: LLM) -> int:
+    return len(engine.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("way", "variable", "explicit"),
+    [
+        pytest.param("sync", "4", BUDGET, id="sync-explicit-over-4", marks=SLOW),
+        pytest.param("sync", "0.125", None, id="sync-variable-alone"),
+        pytest.param("async", "4", BUDGET, id="async-explicit-over-4", marks=SLOW),
+        pytest.param("async", "0.125", None, id="async-variable-alone", marks=SLOW),
+    ],
+)
+def test_engine(tmp_path: Path, way: str, variable: str, explicit: int | None) -> None:
+    found = run_engine(tmp_path, variable, explicit, way=way)
+
+    assert found == {
+        "bytes": BUDGET,
+        "blocks": REFERENCE_BLOCKS,
+        "tokens": REFERENCE_TOKENS[BUDGET],
+        "ranks": [REFERENCE_BLOCKS * REFERENCE_BLOCK],
+        "length": LENGTH,
+    }
+
+
+@SLOW
+@needs_two_cores
+@budgets
+def test_tensor_parallel_budget_is_per_rank(
+    tmp_path: Path, variable: str, explicit: int | None
+) -> None:
+    """Each rank has half the KV heads, so that its budget holds twice the blocks."""
+    found = run_engine(
+        tmp_path,
+        variable,
+        explicit,
+        environment=TWO_RANKS,
+        tensor_parallel_size=2,
+    )
+
+    blocks = 2 * REFERENCE_BLOCKS
+    assert found["bytes"] == BUDGET
+    assert found["blocks"] == blocks
+    assert found["tokens"] == 2 * REFERENCE_TOKENS[BUDGET]
+    assert found["ranks"] == [blocks * REFERENCE_BLOCK // 2] * 2
+    assert found["length"] == LENGTH
+
+
+# With enforce_eager there is no warm-up, which is what allocates the tensors that
+# a later pipeline stage receives into: the first request ends the engine.
+NOT_EAGER = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"},
+}
+
+
+@SLOW
+@needs_two_cores
+@budgets
+def test_pipeline_parallel_budget_is_per_rank(
+    tmp_path: Path, variable: str, explicit: int | None
+) -> None:
+    """Of the 7 layers of a group a rank has at most 4: a block takes 1 MiB there."""
+    found = run_engine(
+        tmp_path,
+        variable,
+        explicit,
+        environment=TWO_RANKS,
+        pipeline_parallel_size=2,
+        **NOT_EAGER,
+    )
+
+    assert found == {
+        "bytes": BUDGET,
+        "blocks": 128,
+        "tokens": 3855,
+        "ranks": [BUDGET] * 2,
+        "length": LENGTH,
+    }
+
+
+@SLOW
+@needs_two_cores
+@budgets
+def test_pipeline_stage_with_most_layers_decides(
+    tmp_path: Path, variable: str, explicit: int | None
+) -> None:
+    """A block takes 512 KiB a layer: 85 blocks fit a stage of 3 layers."""
+    found = run_engine(
+        tmp_path,
+        variable,
+        explicit,
+        model=llama(layers=4, kv_heads=8, head_dim=128),
+        environment=TWO_RANKS | {"VLLM_PP_LAYER_PARTITION": "1,3"},
+        pipeline_parallel_size=2,
+        **NOT_EAGER,
+    )
+
+    assert found["bytes"] == BUDGET
+    assert found["blocks"] == 85
+    assert found["ranks"] == [85 * MiB // 2, 3 * 85 * MiB // 2]
+    assert found["length"] == LENGTH
+
+
+@SLOW
+@needs_two_cores
+def test_pipeline_parallel_does_not_generate_eagerly(tmp_path: Path) -> None:
+    """The engine starts within its budget, and its first request ends it."""
+    with pytest.raises(AssertionError, match="the end of the log"):
+        run_engine(
+            tmp_path, "4", BUDGET, environment=TWO_RANKS, pipeline_parallel_size=2
+        )
+
+    log = (tmp_path / "log").read_text()
+    assert "KV cache size: 3,855 tokens" in log, tail(tmp_path / "log")
+    assert "assert self.intermediate_tensors is not None" in log
+
+
+@pytest.mark.forked
+@budgets
+def test_speculative_decoding_with_ngram(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    explicit: int | None,
+) -> None:
+    engine = forked_engine(
+        *(monkeypatch, tmp_path, variable, explicit),
+        model=REFERENCE_MODEL,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+        },
+    )
+
+    cache_config = engine.llm_engine.vllm_config.cache_config
+    assert cache_config.num_gpu_blocks == REFERENCE_BLOCKS
+    assert cache_config.kv_cache_size_tokens == REFERENCE_TOKENS[BUDGET]
+    assert engine.collective_rpc(held) == [REFERENCE_BLOCKS * REFERENCE_BLOCK]
+    assert generate(engine) == LENGTH
+
+
+@pytest.mark.forked
+@budgets
+def test_speculative_decoding_with_a_draft_model(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    explicit: int | None,
+) -> None:
+    """Two layers of the target and one of the draft, 256 KiB a block each."""
+    draft = write_model(tmp_path / "draft", llama(1, kv_heads=4, head_dim=128))
+
+    engine = forked_engine(
+        *(monkeypatch, tmp_path, variable, explicit),
+        model=llama(2, kv_heads=4, head_dim=128),
+        speculative_config={
+            "method": "draft_model",
+            "model": draft,
+            "num_speculative_tokens": 8,
+        },
+    )
+
+    assert engine.llm_engine.vllm_config.cache_config.num_gpu_blocks == 170
+    assert engine.collective_rpc(held) == [170 * 3 * MiB // 4]
+    assert generate(engine) == LENGTH
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("variable", "explicit"),
+    [
+        pytest.param("4", None, id="variable-alone"),
+        pytest.param("4", BUDGET, id="explicit-over-4"),
+        pytest.param(None, None, id="nothing"),
+    ],
+)
+def test_encoder_only_model_holds_no_cache(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str | None,
+    explicit: int | None,
+) -> None:
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    engine = forked_engine(
+        *(monkeypatch, tmp_path, variable, explicit),
+        model=BERT,
+        runner="pooling",
+        skip_tokenizer_init=False,  # a pooling LLM always asks for a tokenizer
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=share_of_memory(3 * GiB),
+    )
+
+    assert sum(engine.collective_rpc(held)) == 0
+    assert len(engine.embed(PROMPT)[0].outputs.embedding) == 256
+
+
+@pytest.mark.forked
+def test_pooling_asks_for_a_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="Tokenizer not available"):
+        forked_engine(
+            *(monkeypatch, tmp_path, "4", BUDGET),
+            model=BERT,
+            runner="pooling",
+            max_model_len=512,
+            max_num_batched_tokens=512,
+        )
+
+
+@pytest.mark.forked
+def test_data_parallel_in_one_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="not supported for single-process usage"):
+        forked_engine(
+            *(monkeypatch, tmp_path, "4", BUDGET),
+            model=REFERENCE_MODEL,
+            data_parallel_size=2,
+        )
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("variable", "explicit", "blocks"),
+    [
+        pytest.param("0.4", None, 273, id="variable-0.4"),
+        pytest.param("2", 400_000_000, 254, id="explicit-over-2"),
+    ],
+)
+def test_whole_blocks_of_the_budget_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    explicit: int | None,
+    blocks: int,
+) -> None:
+    engine = forked_engine(
+        *(monkeypatch, tmp_path, variable, explicit),
+        model=llama(24, kv_heads=2, head_dim=64),
+        max_model_len=256,
+    )
+
+    assert engine.llm_engine.vllm_config.cache_config.num_gpu_blocks == blocks
+    assert engine.collective_rpc(held) == [blocks * 3 * MiB // 2]
+
+
+@pytest.mark.forked
+def test_budget_above_free_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as error:
+        forked_engine(*(monkeypatch, tmp_path, "1000000", None), model=REFERENCE_MODEL)
+
+    assert "Available memory" in str(error.value)
+    assert "--kv-cache-memory-bytes" in str(error.value)
+    assert "VLLM_CPU_KVCACHE_SPACE" in str(error.value)
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("variable", [None, "4"], ids=["alone", "over-4"])
+def test_only_an_explicit_budget_is_checked_against_free_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str | None
+) -> None:
+    """All of the memory is never free, so a share of 1.0 would be refused."""
+    engine = forked_engine(
+        *(monkeypatch, tmp_path, variable, 64 * MiB),
+        model=REFERENCE_MODEL,
+        max_model_len=512,
+        gpu_memory_utilization=1.0,
+    )
+
+    assert engine.collective_rpc(held) == [36 * REFERENCE_BLOCK]
+
+
+@pytest.mark.forked
+def test_share_of_memory_that_is_not_free_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="less than desired CPU memory utilization"):
+        forked_engine(
+            *(monkeypatch, tmp_path, None),
+            model=REFERENCE_MODEL,
+            gpu_memory_utilization=1.0,
+        )
+
+
+@budgets
+def test_copies_of_a_configuration_keep_the_budget(
+    tmp_path: Path, variable: str, explicit: int | None
+) -> None:
+    arguments = REFERENCE_ARGUMENTS | {
+        "model": write_model(tmp_path / "model", REFERENCE_MODEL),
+        "kv_cache_memory_bytes": explicit,
+    }
+
+    found = run_here(tmp_path, "copies", arguments, process_environment(variable))
+
+    assert found == dict.fromkeys(found, BUDGET)
+    assert {"sent", "sent and rebuilt"} < found.keys()
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """The parser of `vllm serve`."""
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("134217728", 128 * MiB),
+        ("128M", 128 * MiB),
+        ("131072K", 128 * MiB),
+        ("1G", 1024 * MiB),
+        ("128m", 128_000_000),
+        ("0.125g", 125_000_000),
+        ("0.5g", 500_000_000),
+        (" 128M ", 128 * MiB),
+    ],
+)
+def test_flag(parser: FlexibleArgumentParser, text: str, size: int) -> None:
+    arguments = parser.parse_args(["--kv-cache-memory-bytes", text])
+
+    assert AsyncEngineArgs.from_cli_args(arguments).kv_cache_memory_bytes == size
+
+
+@pytest.mark.parametrize("text", ["0.125G", "0.5G", "128.5M", "128MiB", "1e6", "lots"])
+def test_flag_is_refused(
+    parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--kv-cache-memory-bytes", text])
+
+    assert stop.value.code == 2
+    assert "--kv-cache-memory-bytes" in capsys.readouterr().err.splitlines()[-1]
+
+
+JOBS = {
+    "sync": sync_report,
+    "async": lambda arguments: asyncio.run(async_report(arguments)),
+    "copies": budgets_of_copies,
+}
+
+if __name__ == "__main__":
+    outcome = JOBS[sys.argv[1]](json.loads(sys.argv[2]))
+    Path(sys.argv[3]).write_text(json.dumps(outcome))
