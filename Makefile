@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series worktree refresh stock test test-all lint bench-build bench-budget clean distclean help
+.PHONY: all table install wheel source series worktree refresh stock test test-all lint bench-build bench-budget matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -65,6 +65,17 @@ test: install stock lint ## all tests but those that take minutes
 
 test-all: install stock lint ## all tests
 	$(PY) -m pytest
+
+matrix: install ## build every release and run the KV cache tests on each
+	$(PY) -m checks.matrix
+
+upstream-tests: install ## compare upstream's own tests on stock and patched
+	@$(PY) -m pip install --quiet -c constraints.txt --group upstream-tests
+	$(PY) -m checks.upstream_tests
+
+pr: install stock ## write the pull request to build/pr/ and run upstream's hooks
+	@$(PY) -m pip install --quiet -c constraints.txt --group pull-request
+	$(PY) -m checks.pr
 
 bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files
 	$(PY) -m benchmarks.build_time

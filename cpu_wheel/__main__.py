@@ -67,6 +67,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             metavar="DIR",
             help="the repository (default: build/worktree-RELEASE)",
         )
+    command = commands.add_parser(
+        "add-release",
+        help="pin a release in upstream.toml and report which patches do not apply",
+    )
+    command.add_argument("version", metavar="X", help="the release, such as 0.32.0")
     commands.add_parser(
         "stock",
         help="unpack the native wheel as published into build/ and print where it is",
@@ -77,7 +82,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     # What is not in the standard library is imported in here, so that main() can
     # say what is missing.
-    from cpu_wheel import install, queue, steps
+    from cpu_wheel import install, queue, releases, steps
     from cpu_wheel.fetch import fetch
 
     settings = Settings.from_environment()
@@ -111,6 +116,8 @@ def run(arguments: argparse.Namespace) -> None:
             folder = (arguments.worktree or worktree).absolute()
             for path in queue.refresh(release, folder):
                 print(path)
+        case "add-release":
+            print(releases.add(arguments.version, settings.cache))
         case "stock":
             folder = steps.BUILD / f"stock-{release.version}"
             install.unpack_stock(fetch(release.native_wheel, settings.cache), folder)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cpu_wheel import queue, source
+from checks import pr
+from cpu_wheel import queue, releases, source
 from cpu_wheel.fetch import fetch
 from cpu_wheel.pins import (
     PATCHES,
@@ -118,6 +119,7 @@ def test_slot_mapping_fallback_takes_what_its_caller_gives(
 
 def test_every_stored_patch_is_named_by_a_series() -> None:
     named = {path for version in RELEASES for path in load_release(version).series}
+    named |= set(read_series(pr.EXTRA))
 
     assert set(PATCHES.rglob("*.patch")) == named
 
@@ -391,3 +393,39 @@ def test_worktree_is_never_overwritten(tmp_path: Path) -> None:
         queue.make_worktree(sdist(PINNED), PINNED, tmp_path)
 
     assert (tmp_path / "work").read_text() == "mine"
+
+
+def test_add_release_pins_it_and_says_what_does_not_apply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = RELEASES[0]
+    pins = read_pins()
+    was = pins["release"].pop(version)
+    pins["release"] = {PINNED.version: pins["release"][PINNED.version]}
+    monkeypatch.setattr(releases, "read_pins", lambda: pins)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    cache = tmp_path / "downloads"
+    cache.mkdir()
+    (cache / was["sdist"]["file"]).symlink_to(sdist(load_release(version)))
+    text = (ROOT / "upstream.toml").read_text()
+    start = text.index(f'[release."{version}"]')
+    file = tmp_path / "upstream.toml"
+    file.write_text(text[:start] + text[text.index(f'[release."{PINNED.version}"]') :])
+
+    report = releases.add(version, cache, file)
+
+    same = text.replace(f'series = "{was["series"]}"', 'series = "series"')
+    assert file.read_text() == same
+    first, second, *rest = report.splitlines()
+    assert first == f"pinned {was['sdist']['file']}"
+    assert second == f"series fits best; {len(rest)} patches do not apply"
+    named = [line.partition(" does not apply: ")[0] for line in rest]
+    shared = {path.name for path in PINNED.series}
+    newest = {p.name for p in load_release(version).series if p.parent == PATCHES}
+    assert set(named) == shared - newest
+
+    with pytest.raises(BuildError, match="already"):
+        releases.add(PINNED.version, cache, file)
+    with pytest.raises(BuildError, match=r"vllm-9\.9\.9\.tar\.gz"):
+        releases.add("9.9.9", cache, file)

@@ -14,7 +14,6 @@ import argparse
 import json
 import logging
 import multiprocessing
-import re
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import regex as re
 
 from vllm import LLM, envs
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make matrix`: the KV cache tests on every release of upstream.toml.
+
+A release that has a native wheel is built, and its wheel unpacked into a folder of
+its own that is put before .venv's packages; of one that has none yet the patched
+tree stands in, for what needs no native code.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from checks.junit import count, place, run_pytest
+from cpu_wheel import install, steps
+from cpu_wheel.fetch import sha256
+from cpu_wheel.pins import ROOT, BuildError, Settings, load_release, read_pins
+
+RESULTS = ROOT / "docs" / "results" / "matrix.json"
+WORK = steps.BUILD / "matrix"
+TIMEOUT = 300
+# A group, its tests, and whether they start an engine.
+GROUPS = (
+    ("configuration", "tests/platforms/test_cpu_kv_cache_budget.py", False),
+    ("allocation", "tests/platforms/test_cpu_kv_cache_allocation.py", True),
+)
+
+
+def build(settings: Settings) -> tuple[Path, bool]:
+    """Return a folder that holds the patched vLLM of a release.
+
+    Returns:
+        The folder, and whether its native code is there.
+    """
+    release = load_release(settings.release)
+    if release.published_native_wheel is None:
+        return steps.make_source(settings), False
+    wheel = steps.make_wheel(settings, ROOT / "dist")
+    folder = WORK / f"vllm-{release.version}-{sha256(wheel)[:12]}"
+    install.unpack_stock(wheel, folder)
+    return folder, True
+
+
+def check(version: str) -> dict[str, Any]:
+    """Build a release and run what can be run of it."""
+    settings = Settings(release=version, cache=Settings.from_environment().cache)
+    result: dict[str, Any] = {"source": steps.source_key(load_release(version))}
+    try:
+        folder, native = build(settings)
+        result["built"] = "wheel" if native else "tree"
+        for group, tests, needs_engine in GROUPS:
+            if needs_engine and not native:
+                result[group] = {"not run": "no native wheel is published"}
+            else:
+                result[group] = run_group(version, group, tests, folder)
+    except BuildError as error:
+        return {"error": str(error)}
+    return result
+
+
+def run_group(version: str, group: str, tests: str, folder: Path) -> dict[str, Any]:
+    """Run the tests of a group and return counts, seconds and outcomes by test."""
+    print(f"matrix: {version} {group} ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    report = WORK / version / f"{group}.xml"
+    outcomes = run_pytest([tests], folder, ROOT, report, TIMEOUT)
+    return {
+        **count(outcomes.values()),
+        "seconds": round(time.monotonic() - start),
+        "tests": {
+            test.partition("::")[2]: " ".join(filter(None, outcome))
+            for test, outcome in outcomes.items()
+        },
+    }
+
+
+def store(version: str, result: dict[str, Any]) -> None:
+    """Put the result of a release into the stored ones, newest release first."""
+    stored = json.loads(RESULTS.read_text())["releases"] if RESULTS.exists() else {}
+    stored[version] = result
+    ordered = {v: stored[v] for v in read_pins()["release"] if v in stored}
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(place() | {"releases": ordered}, indent=1) + "\n")
+
+
+def passed(result: dict[str, Any]) -> bool:
+    """Return whether everything passed that was to run."""
+    groups = [result.get(group, {}) for group, _, _ in GROUPS]
+    return "error" not in result and all(
+        "not run" in group or (group["passed"] > 0 and group["failed"] == 0)
+        for group in groups
+    )
+
+
+def show(result: dict[str, Any], group: str) -> str:
+    """Return a cell of the table."""
+    if "error" in result:
+        return result["error"] if group == GROUPS[0][0] else "–"
+    cell = result[group]
+    if "not run" in cell:
+        return f"– ({cell['not run']})"
+    skipped = f", {cell['skipped']} skipped" if cell["skipped"] else ""
+    return f"{cell['passed']} passed, {cell['failed']} failed{skipped}"
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results as a table, release by test group."""
+    groups = [group for group, _, _ in GROUPS]
+    lines = [f"| release | built | {' | '.join(groups)} |"]
+    lines.append("| --- " * (2 + len(groups)) + "|")
+    for version, result in results.items():
+        cells = [version, result.get("built", "–"), *(show(result, g) for g in groups)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="checks.matrix",
+        description="Build every release of upstream.toml and test what can be run.",
+        epilog="Exit status 1 when a release cannot be built or a test fails.",
+    )
+    parser.add_argument(
+        "releases",
+        nargs="*",
+        metavar="X",
+        help="only these; the others keep what is stored",
+    )
+    parser.add_argument("--show", action="store_true", help="only show what is stored")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print(table(json.loads(RESULTS.read_text())["releases"]))
+        return 0
+    chosen = arguments.releases
+    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL"):
+        os.environ.pop(name, None)  # they are one release's
+    results = {}
+    for version in chosen or read_pins()["release"]:
+        results[version] = check(version)
+        store(version, results[version])
+    print(table(results))
+    return 0 if all(map(passed, results.values())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make upstream-tests`: upstream's own suites on stock and on patched vLLM.
+
+The tests are those of the sdist on both sides, in a copy of its tree that has no
+vllm/, so that only the build decides what is imported. Stock is the native wheel as
+published; of a release that has none yet, the sdist's Python tree stands on the one
+side and the patched tree on the other.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from checks.junit import (
+    Outcome,
+    compare,
+    count,
+    place,
+    regressions,
+    run_pytest,
+)
+from cpu_wheel import install, source, steps
+from cpu_wheel.fetch import fetch, sha256
+from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
+
+RESULTS = ROOT / "docs" / "results" / "upstream-tests.json"
+WORK = steps.BUILD / "upstream-tests"
+TIMEOUT = 120
+RELEASES = ("0.32.0", "0.33.0")
+# What the patches touch, by globs of upstream's tree, less those that begin with "!";
+# not every release has each.
+SUITES = {
+    "platforms": ["tests/platforms"],
+    "envs": ["tests/test_envs.py"],
+    "config": ["tests/config"],
+    "engine arguments": ["tests/engine/test_arg_utils.py"],
+    "KV cache": ["tests/v1/core/test_*kv*.py"],
+    "scheduler": ["tests/v1/core/**/test_*.py", "!tests/v1/core/test_*kv*.py"],
+    "CPU worker": ["tests/v1/worker/test_cpu*.py"],
+    "worker memory": [
+        "tests/v1/worker/test_worker_memory_snapshot.py",
+        "tests/v1/worker/test_kv_cache_allocation_scope.py",
+        "tests/utils_/test_mem_utils.py",
+    ],
+    "argument parser": ["tests/utils_/test_argparse_utils.py"],
+    "render server": [
+        "tests/entrypoints/launchers/render",
+        "tests/entrypoints/launchers/test_launch_cli.py",
+        "tests/entrypoints/scale_out/render",
+    ],
+}
+
+
+def unpack_tests(sdist: Path, folder: Path) -> None:
+    """Make a copy of an sdist's tree without the package, if it is not there."""
+    if not folder.exists():
+        scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        source.unpack(sdist, scratch)
+        (scratch / "vllm").rename(scratch.parent / f"{folder.name}-vllm")
+        scratch.rename(folder)
+
+
+def link(package: Path, folder: Path) -> Path:
+    """Return a folder that holds nothing but a link to a package vllm."""
+    link = folder / "vllm"
+    if not link.is_symlink() or link.readlink() != package:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        link.symlink_to(package)
+    return folder
+
+
+def sides(settings: Settings, tests: Path) -> tuple[str, dict[str, Path]]:
+    """Return what is compared, and the folder that holds each side's vLLM."""
+    release = load_release(settings.release)
+    work = WORK / release.version
+    if release.published_native_wheel is None:
+        stock = tests.with_name(f"{tests.name}-vllm")
+        patched = steps.make_source(settings) / "vllm"
+        what = "Python trees, no native code"
+    else:
+        native_wheel = fetch(release.native_wheel, settings.cache)
+        wheel = steps.make_wheel(settings, ROOT / "dist")
+        stock = work / f"stock-{sha256(native_wheel)[:12]}"
+        patched = work / f"wheel-{sha256(wheel)[:12]}"
+        install.unpack_stock(native_wheel, stock)
+        install.unpack_stock(wheel, patched)
+        stock, patched = stock / "vllm", patched / "vllm"
+        what = "native wheel as published, wheel built here"
+    return what, {
+        "stock": link(stock, work / "stock"),
+        "patched": link(patched, work / "patched"),
+    }
+
+
+def run(
+    tests: Path, builds: dict[str, Path], name: str, arguments: list[str]
+) -> dict[str, dict[str, Outcome]]:
+    """Run the same tests on both sides and return the outcomes by side."""
+    print(f"upstream-tests: {name} ...", file=sys.stderr, flush=True)
+
+    def one(side: str) -> dict[str, Outcome]:
+        report = builds[side].parent / f"{name.replace(' ', '-')}-{side}.xml"
+        return run_pytest(
+            ["--continue-on-collection-errors", *arguments],
+            builds[side],
+            tests,
+            report,
+            TIMEOUT,
+            also=[tests / "tests" / "vllm_test_utils"],  # a package of its own
+        )
+
+    # Side by side: a suite keeps one core busy.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(builds, pool.map(one, builds), strict=True))
+
+
+def judge(tests: Path, builds: dict[str, Path], suite: str) -> dict[str, Any]:
+    """Run a suite on both sides, what differs once more, and compare.
+
+    Returns:
+        Counts by side; "regressions", which pass on stock both times and on patched
+        never; "flaky", which differed in one run only; "other differences"; and why
+        what does not pass on either side does not.
+    """
+    found: set[Path] = set()
+    for pattern in SUITES[suite]:
+        if pattern.startswith("!"):
+            found -= set(tests.glob(pattern[1:]))
+        else:
+            found |= set(tests.glob(pattern))
+    paths = sorted(str(path.relative_to(tests)) for path in found)
+    if not paths:
+        return {"not run": "this release has no such tests"}
+    start = time.monotonic()
+    first = run(tests, builds, suite, paths)
+    again = {}
+    if differences := compare(first["stock"], first["patched"]):
+        second = run(tests, builds, f"{suite} again", list(differences))
+        again = compare(second["stock"], second["patched"])
+    constant = {t: pair for t, pair in differences.items() if t in again}
+    regressed = regressions(constant)
+    reasons = collections.Counter(
+        outcome.reason
+        for test, outcome in first["stock"].items()
+        if outcome.result == "failed"
+        and first["patched"].get(test, outcome).result == "failed"
+    )
+    return {
+        "seconds": round(time.monotonic() - start),
+        **{side: count(outcomes.values()) for side, outcomes in first.items()},
+        "regressions": {test: show(constant[test]) for test in regressed},
+        "flaky": {t: show(p) for t, p in differences.items() if t not in again},
+        "other differences": {
+            t: show(p) for t, p in constant.items() if t not in regressed
+        },
+        "failed on both": dict(reasons.most_common()),
+    }
+
+
+def show(pair: tuple[Outcome, Outcome]) -> str:
+    stock, patched = (" ".join(filter(None, outcome)) for outcome in pair)
+    return f"stock: {stock}; patched: {patched}"
+
+
+def table(releases: dict[str, Any]) -> str:
+    """Return the counts as a table, release by suite."""
+    lines = [
+        "| release | suite | stock | patched | failed on both | flaky | regressions |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for version, release in releases.items():
+        for suite, result in release["suites"].items():
+            if "not run" in result:
+                cells = [f"– ({result['not run']})"] + ["–"] * 4
+            else:
+                cells = [
+                    f"{result[side]['passed']} of {sum(result[side].values())}"
+                    for side in ("stock", "patched")
+                ]
+                cells.append(str(sum(result["failed on both"].values())))
+                cells += [str(len(result[key])) for key in ("flaky", "regressions")]
+            lines.append(f"| {version} | {suite} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def reasons(releases: dict[str, Any]) -> str:
+    """Return why tests fail on both sides: how often, and the reason's first line."""
+    counts: collections.Counter[str] = collections.Counter()
+    for release in releases.values():
+        for result in release["suites"].values():
+            counts.update(result.get("failed on both", {}))
+    return "\n".join(f"{n:5} {reason}" for reason, n in counts.most_common())
+
+
+def good(result: dict[str, Any]) -> bool:
+    """Return whether a suite has tests that pass on stock, and no regression."""
+    if "not run" in result:
+        return True
+    return not result["regressions"] and result["stock"]["passed"] > 0
+
+
+def store(version: str, release: dict[str, Any]) -> None:
+    """Put the results of a release into the stored ones.
+
+    Suites that were run earlier stay if the patches and tests are the same.
+    """
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"releases": {}}
+    before = stored["releases"].get(version, {})
+    if before.get("source") == release["source"]:
+        release["suites"] = {
+            suite: release["suites"].get(suite) or before["suites"][suite]
+            for suite in SUITES
+            if suite in release["suites"] or suite in before["suites"]
+        }
+    stored["releases"][version] = release
+    stored["releases"] = dict(sorted(stored["releases"].items()))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(stored | place(), indent=1) + "\n")
+
+
+def check(version: str, suites: list[str]) -> dict[str, Any]:
+    """Compare suites on a release, storing each result as soon as it is there."""
+    settings = Settings(release=version, cache=Settings.from_environment().cache)
+    release = load_release(version)
+    tests = WORK / version / f"tests-{release.sdist.sha256[:12]}"
+    unpack_tests(fetch(release.sdist, settings.cache), tests)
+    what, builds = sides(settings, tests)
+    results: dict[str, Any] = {}
+    compared = {"compared": what, "source": steps.source_key(release)}
+    for suite in suites:
+        results[suite] = judge(tests, builds, suite)
+        store(version, compared | {"suites": dict(results)})
+    return compared | {"suites": results}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="checks.upstream_tests",
+        description="Compare upstream's own tests on stock and patched vLLM.",
+        epilog="Exit status 1 when a test that passes on stock does not on patched.",
+    )
+    parser.add_argument("--release", choices=RELEASES, action="append")
+    parser.add_argument("--suite", choices=SUITES, action="append")
+    parser.add_argument("--show", action="store_true", help="only show what is stored")
+    arguments = parser.parse_args()
+    if arguments.show:
+        stored = json.loads(RESULTS.read_text())["releases"]
+        print(table(stored), reasons(stored), sep="\n\nfailed on both sides:\n")
+        return 0
+    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL"):
+        os.environ.pop(name, None)  # they are one release's
+    releases: dict[str, dict[str, Any]] = {}
+    try:
+        for version in arguments.release or RELEASES:
+            releases[version] = check(version, arguments.suite or list(SUITES))
+    except BuildError as error:
+        sys.exit(f"upstream-tests: {error}")
+    print(table(releases), reasons(releases), sep="\n\nfailed on both sides:\n")
+    results = [r for release in releases.values() for r in release["suites"].values()]
+    for result in results:
+        for key in ("regressions", "flaky", "other differences"):
+            for test, words in result.get(key, {}).items():
+                print(f"{key}: {test}: {words}")
+    return 0 if all(map(good, results)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
