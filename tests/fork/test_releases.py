@@ -269,19 +269,27 @@ def test_worktree_is_the_patched_source(
     assert b"\r\n" in b"".join(upstream.values())
 
 
+def last_shared_and_own() -> list[str]:
+    """The last patch of the pinned release that others name too, and those after it."""
+    names = [path.name for path in PINNED.series]
+    shared = {path.name for path in load_release(RELEASES[0]).series}
+    return names[max(number for number, name in enumerate(names) if name in shared) :]
+
+
 def test_refresh_adds_and_renumbers(
     tmp_path: Path, patches: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = tmp_path / "tree"
     queue.make_worktree(sdist(PINNED), PINNED, tree)
-    last = PINNED.series[-1].name
+    last, *own = last_shared_and_own()
     number, _, rest = last.partition("-")
     renumbered = f"{int(number) + 1:04d}-{rest}"
     message = "[Doc][CPU] Say more\n\nWhy.\n\nForwarded: no"
-    # A commit before the last one, as `git rebase -i` would put it.
-    queue.git(tree, "reset", "--quiet", "--hard", "HEAD~1")
+    # A commit before the last shared one, as `git rebase -i` would put it.
+    queue.git(tree, "reset", "--quiet", "--hard", f"HEAD~{1 + len(own)}")
     edit(tree, "more\n", "-m", message)
-    queue.git(tree, "am", "--quiet", "--keep-non-patch", PATCHES / last)
+    for name in (last, *own):
+        queue.git(tree, "am", "--quiet", "--keep-non-patch", PATCHES / name)
 
     changed = queue.refresh(PINNED, tree, patches)
 
@@ -291,7 +299,7 @@ def test_refresh_adds_and_renumbers(
     assert b"\n+more\n" in (patches / new).read_bytes()
     assert b"Subject: [PATCH] [Doc][CPU] Say more\n" in (patches / new).read_bytes()
     lines = (patches / "series").read_text().splitlines()
-    assert lines[-2:] == [new, renumbered]
+    assert lines[-2 - len(own) :][:2] == [new, renumbered]
     said = capsys.readouterr().err
     for other in patches.glob("series-*"):
         assert other.read_text().splitlines()[-1] == renumbered
@@ -303,10 +311,11 @@ def test_refresh_drops_a_patch_that_no_other_release_has(
 ) -> None:
     tree = tmp_path / "tree"
     queue.make_worktree(sdist(PINNED), PINNED, tree)
-    queue.git(tree, "reset", "--quiet", "--hard", "HEAD~1")
+    last, *own = last_shared_and_own()
+    queue.git(tree, "reset", "--quiet", "--hard", f"HEAD~{1 + len(own)}")
     before = files(patches)
 
-    with pytest.raises(BuildError, match=f"still names {PINNED.series[-1].name}"):
+    with pytest.raises(BuildError, match=f"still names {last}"):
         queue.refresh(PINNED, tree, patches)
 
     assert files(patches) == before
@@ -314,8 +323,9 @@ def test_refresh_drops_a_patch_that_no_other_release_has(
         lines = other.read_text().splitlines()
         other.write_text("".join(f"{line}\n" for line in lines[:-1]))
     queue.refresh(PINNED, tree, patches)
-    assert not (patches / PINNED.series[-1].name).exists()
-    assert len((patches / "series").read_text().splitlines()) == len(PINNED.series) - 1
+    assert not (patches / last).exists()
+    left = (patches / "series").read_text().splitlines()
+    assert len(left) == len(PINNED.series) - 1 - len(own)
 
 
 def test_refresh_of_another_release_writes_only_its_own(
@@ -421,9 +431,9 @@ def test_add_release_pins_it_and_says_what_does_not_apply(
     assert first == f"pinned {was['sdist']['file']}"
     assert second == f"series fits best; {len(rest)} patches do not apply"
     named = [line.partition(" does not apply: ")[0] for line in rest]
-    shared = {path.name for path in PINNED.series}
     newest = {p.name for p in load_release(version).series if p.parent == PATCHES}
-    assert set(named) == shared - newest
+    assert newest.isdisjoint(named)
+    assert [name for name in named if "slot-mapping" in name]  # 0.33.0 has that change
 
     with pytest.raises(BuildError, match="already"):
         releases.add(PINNED.version, cache, file)
