@@ -165,9 +165,11 @@ def finders() -> Iterator[tuple[str, PackageFinder]]:
     """
     settings = pip_settings()
     hosts = settings.get("trusted-host", "").split()
-    index_urls = settings.get("index-url", "https://pypi.org/simple").split()
+    index_urls = settings.get("index-url", "").split()
+    has_default = not index_urls
     index_urls += settings.get("extra-index-url", "").split()
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        has_default = False
         index_urls = []
     # Typed loosely: unearth's client does not match its own protocol to mypy.
     session: Any = PyPIClient(
@@ -184,6 +186,8 @@ def finders() -> Iterator[tuple[str, PackageFinder]]:
     )
     common: dict[str, Any] = {"trusted_hosts": hosts, "ignore_compatibility": True}
     with session:
+        if has_default:  # unearth's, which is pip's
+            yield "the Python package index", PackageFinder(session, **common)
         for url in index_urls:
             yield Link(url).redacted, PackageFinder(session, index_urls=[url], **common)
         for url in settings.get("find-links", "").split():
