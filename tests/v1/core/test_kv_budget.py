@@ -225,8 +225,8 @@ def test_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("variable", "flag", "source"),
     [
-        pytest.param("4", None, "VLLM_CPU_KVCACHE_SPACE=4", id="variable"),
-        pytest.param("1", "4GiB", f"--kv-cache-memory-bytes {4 * GiB}", id="flag"),
+        pytest.param("4", None, "VLLM_CPU_KVCACHE_SPACE=4.0", id="variable"),
+        pytest.param("1", "4GiB", f"--kv-cache-memory-bytes={4 * GiB}", id="flag"),
     ],
 )
 def test_json_of_a_given_budget(
@@ -251,7 +251,7 @@ def test_json_of_a_given_budget(
     assert given["source"] == source
     assert given["num_blocks"] == 292
     assert given["num_requests"] == 18  # 291 blocks of use, 16 a request
-    assert given["logged_concurrency"] == 18.25
+    assert given["logged_concurrency"] == 291 / 16
     assert given["bytes_above_budget"] == 4 * GiB - 484_442_112
 
 

@@ -7,6 +7,7 @@ scheduler and its block pool are the engine's own, and each sampled token is a 0
 """
 
 import copy
+from random import Random
 
 import pytest
 import torch
@@ -58,35 +59,32 @@ def base_configs(tmp_path_factory: pytest.TempPathFactory) -> Configs:
     return configs
 
 
-@st.composite
-def attention_layers(draw: st.DrawFn, block_size: int) -> list[KVCacheSpec]:
+def attention_layers(random: Random, block_size: int) -> list[KVCacheSpec]:
     """Layers of one or two kinds, as models have them."""
     shape = {
         "block_size": block_size,
-        "num_kv_heads": draw(st.sampled_from([1, 2, 8])),
-        "head_size": draw(st.sampled_from([64, 128])),
-        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "num_kv_heads": random.choice([1, 2, 8]),
+        "head_size": random.choice([64, 128]),
+        "dtype": random.choice([torch.bfloat16, torch.float32]),
     }
     full = FullAttentionSpec(**shape)
-    window = draw(st.integers(1, 200))
+    window = random.randint(1, 200)
     # The engine refuses to run chunks that are not whole blocks.
-    chunk = block_size * draw(st.integers(1, 4))
-    other = draw(
-        st.sampled_from(
-            [
-                FullAttentionSpec(**(shape | {"num_kv_heads": 4})),
-                SlidingWindowSpec(**shape, sliding_window=window),
-                ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk),
-                MLAAttentionSpec(**(shape | {"num_kv_heads": 1, "head_size": 576})),
-                mamba(block_size, full.page_size_bytes),
-            ]
-        )
+    chunk = block_size * random.randint(1, 4)
+    other = random.choice(
+        [
+            FullAttentionSpec(**(shape | {"num_kv_heads": 4})),
+            SlidingWindowSpec(**shape, sliding_window=window),
+            ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk),
+            MLAAttentionSpec(**(shape | {"num_kv_heads": 1, "head_size": 576})),
+            mamba(block_size, full.page_size_bytes),
+        ]
     )
     mixes = isinstance(other, MLAAttentionSpec)
-    num_full = 0 if mixes else draw(st.integers(0, 4))
-    num_other = draw(st.integers(0 if num_full else 1, 4))
+    num_full = 0 if mixes else random.randint(0, 4)
+    num_other = random.randint(0 if num_full else 1, 4)
     layers = [full] * num_full + [other] * num_other
-    return draw(st.permutations(layers))
+    return random.sample(layers, len(layers))
 
 
 def mamba(block_size: int, page_size: int) -> MambaSpec:
@@ -122,18 +120,21 @@ def replaced(
     return config
 
 
-@st.composite
-def cases(draw: st.DrawFn, bases: Configs) -> tuple[VllmConfig, Layers]:
+def make_case(random: Random, bases: Configs) -> tuple[VllmConfig, Layers]:
     """A configuration, and the layers of its only rank."""
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    specs = draw(attention_layers(block_size))
+    block_size = random.choice(BLOCK_SIZES)
+    specs = attention_layers(random, block_size)
+    # Steps of Mamba layers end at whole blocks: with shorter ones the scheduler waits
+    # for ever, however many blocks there are.
+    has_mamba = any(isinstance(spec, MambaSpec) for spec in specs)
+    shortest = block_size if has_mamba else 16
     config = replaced(
-        bases[draw(st.sampled_from(["full", "draft"]))],
-        max_model_len=draw(st.integers(2, 400)),
-        max_num_seqs=draw(st.integers(1, 4)),
-        max_num_batched_tokens=draw(st.integers(16, 512)),
+        bases[random.choice(["full", "draft"])],
+        max_model_len=random.randint(2, 400),
+        max_num_seqs=random.randint(1, 4),
+        max_num_batched_tokens=random.randint(shortest, 512),
         block_size=block_size,
-        prefix_caching=draw(st.booleans()),
+        prefix_caching=random.choice([False, True]),
     )
     return config, {f"layers.{i}": spec for i, spec in enumerate(specs)}
 
@@ -150,6 +151,8 @@ def plan(config: VllmConfig, layers: Layers) -> KVBudget:
     return budget
 
 
+# Seeded by one draw each: a case is a function of its seed.
+RANDOMS = st.randoms(use_true_random=True)
 COMMON = settings(
     deadline=None,
     derandomize=True,  # the same cases in each run
@@ -157,12 +160,10 @@ COMMON = settings(
 )
 
 
-@settings(COMMON, max_examples=150)
-@given(data=st.data())
-def test_allocation_of_planned_budgets(
-    base_configs: Configs, data: st.DataObject
-) -> None:
-    config, layers = data.draw(cases(base_configs))
+@settings(COMMON, max_examples=500)
+@given(random=RANDOMS)
+def test_allocation_of_planned_budgets(base_configs: Configs, random: Random) -> None:
+    config, layers = make_case(random, base_configs)
     budget = plan(config, layers)
 
     def allocate(num_bytes: int) -> int:
@@ -178,16 +179,16 @@ def test_allocation_of_planned_budgets(
         allocate(budget.start_bytes - budget.bytes_per_block)
 
 
-@settings(COMMON, max_examples=75)
-@given(ranks=st.integers(1, 4), data=st.data())
+@settings(COMMON, max_examples=300)
+@given(ranks=st.integers(1, 4), random=RANDOMS)
 def test_ranks_share_the_number_of_blocks(
-    base_configs: Configs, ranks: int, data: st.DataObject
+    base_configs: Configs, ranks: int, random: Random
 ) -> None:
     """A pipeline stage with fewer layers takes less of the same budget."""
-    config, layers = data.draw(cases(base_configs))
-    owner = data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(layers)))
+    config, layers = make_case(random, base_configs)
+    owner = [random.randrange(ranks) for _ in layers]
     specs: list[Layers] = [{} for _ in range(ranks)]
-    for rank, (name, spec) in zip(owner, layers.items(), strict=False):
+    for rank, (name, spec) in zip(owner, layers.items(), strict=True):
         specs[rank][name] = spec
     assume(all(specs))
     try:
@@ -272,16 +273,16 @@ def grow(
     return running, preemptions, peak
 
 
-@settings(COMMON, max_examples=100)
-@given(data=st.data())
+@settings(COMMON, max_examples=400)
+@given(random=RANDOMS)
 def test_no_preemption_with_the_planned_budget(
-    base_configs: Configs, data: st.DataObject
+    base_configs: Configs, random: Random
 ) -> None:
-    config, layers = data.draw(cases(base_configs))
+    config, layers = make_case(random, base_configs)
     max_model_len = config.model_config.max_model_len
     max_num_seqs = config.scheduler_config.max_num_seqs
     # Twice as many requests as may run: blocks are freed and taken again.
-    lengths = data.draw(st.lists(st.integers(0, 400), min_size=8, max_size=8))
+    lengths = [random.randint(0, 400) for _ in range(8)]
     prompts = [
         [number] * (1 + length % (max_model_len - 1))
         for number, length in enumerate(lengths[: 2 * max_num_seqs])
@@ -317,10 +318,10 @@ def test_slots_of_drafted_tokens(base_configs: Configs, in_flight: int) -> None:
     assert peak < budget.num_blocks
 
 
-@settings(COMMON, max_examples=50)
-@given(data=st.data())
-def test_tight_for_full_attention(base_configs: Configs, data: st.DataObject) -> None:
-    config, layers = data.draw(cases(base_configs))
+@settings(COMMON, max_examples=200)
+@given(random=RANDOMS)
+def test_tight_for_full_attention(base_configs: Configs, random: Random) -> None:
+    config, layers = make_case(random, base_configs)
     assume(all(isinstance(spec, FullAttentionSpec) for spec in layers.values()))
     block_size = config.cache_config.block_size
     max_model_len = config.model_config.max_model_len
