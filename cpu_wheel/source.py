@@ -47,12 +47,17 @@ def git_environment(tree: Path) -> dict[str, str]:
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_ATTR_NOSYSTEM": "1",
-        # These two have a default place among the user's files.
-        "GIT_CONFIG_COUNT": "2",
+        # The first two have a default place among the user's files; the last two
+        # would tidy up in the background what somebody may be copying or removing.
+        "GIT_CONFIG_COUNT": "4",
         "GIT_CONFIG_KEY_0": "core.attributesFile",
         "GIT_CONFIG_VALUE_0": os.devnull,
         "GIT_CONFIG_KEY_1": "core.excludesFile",
         "GIT_CONFIG_VALUE_1": os.devnull,
+        "GIT_CONFIG_KEY_2": "gc.auto",
+        "GIT_CONFIG_VALUE_2": "0",
+        "GIT_CONFIG_KEY_3": "maintenance.auto",
+        "GIT_CONFIG_VALUE_3": "false",
         "LC_ALL": "C",
     }
 

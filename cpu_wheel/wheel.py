@@ -136,11 +136,16 @@ def build(
             partial.unlink(missing_ok=True)
 
 
-def not_needed(folder: str, names: list[str]) -> set[str]:
+def not_needed(folder: str, names: list[str]) -> list[str]:
     """Return what of the tree's top folder upstream's build of Python files ignores."""
     if "setup.py" not in names:
-        return set()
-    return {"benchmarks", "csrc", "docker", "docs", "examples", "tests"} & set(names)
+        return []
+    return [
+        name
+        for name in names
+        if (Path(folder) / name).is_dir()
+        and name not in ("requirements", "tools", "vllm", "vllm.egg-info")
+    ]
 
 
 def pack(stored: Path, wheel: Path, epoch: int) -> None:

@@ -269,6 +269,16 @@ def test_worktree_is_the_patched_source(
     assert b"\r\n" in b"".join(upstream.values())
 
 
+def test_git_does_not_tidy_up_behind_a_worktree(tmp_path: Path) -> None:
+    """By its own defaults it does, in the background, from 6,700 objects on."""
+    tree = tmp_path / "tree"
+
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+
+    assert not (tree / ".git/gc.pid").exists()
+    assert list((tree / ".git/objects/pack").iterdir()) == []
+
+
 def last_shared_and_own() -> list[str]:
     """The last patch of the pinned release that others name too, and those after it."""
     names = [path.name for path in PINNED.series]
