@@ -177,6 +177,8 @@ def test_interrupted_build(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # What a script runs in the background ignores Ctrl-C, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr
     said = []

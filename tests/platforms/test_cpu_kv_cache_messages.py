@@ -23,6 +23,12 @@ from typing import Any
 import pytest
 import regex as re
 
+from tests.platforms.test_cpu_kv_cache_allocation import (
+    REFERENCE_ARGUMENTS,
+    REFERENCE_MODEL,
+    GiB,
+    MiB,
+)
 from vllm import LLM, envs
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -31,30 +37,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker import cpu_worker
 
-MiB = 1 << 20
-GiB = 1 << 30
 BLOCK = 7 * MiB // 4
 # 67 blocks and the null block
 FITS = 68 * BLOCK
-
-REFERENCE_MODEL = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 35,
-    "layer_types": [
-        "full_attention" if (layer + 1) % 5 else "sliding_attention"
-        for layer in range(35)
-    ],
-    "sliding_window": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -68,17 +53,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_arguments(folder: Path, **kwargs: Any) -> dict[str, Any]:
     """The arguments of an engine, whose config.json goes to folder."""
     (folder / "config.json").write_text(json.dumps(REFERENCE_MODEL))
-    return {
-        "model": str(folder),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "dtype": "bfloat16",
-        "block_size": 128,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 128,
-        "max_num_seqs": 2,
-    } | kwargs
+    return {"model": str(folder), **REFERENCE_ARGUMENTS, **kwargs}
 
 
 def in_child(

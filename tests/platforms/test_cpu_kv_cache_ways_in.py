@@ -169,6 +169,26 @@ def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
     }
 
 
+MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 2,
+    "torch_dtype": "bfloat16",
+}
+
 BERT = {
     "architectures": ["BertModel"],
     "model_type": "bert",
@@ -222,7 +242,7 @@ def run_here(
 
 def run_engine(
     folder: Path,
-    variable: str,
+    variable: str | None,
     explicit: int | None,
     *,
     way: str = "sync",
@@ -313,6 +333,75 @@ def test_tensor_parallel_budget_is_per_rank(
     assert found["tokens"] == 2 * REFERENCE_TOKENS[BUDGET]
     assert found["ranks"] == [blocks * REFERENCE_BLOCK // 2] * 2
     assert found["length"] == LENGTH
+
+
+@SLOW
+@needs_two_cores
+def test_tensor_parallel_ranks_share_no_latent_cache(tmp_path: Path) -> None:
+    """MLA keeps one latent vector a token, which every rank has whole."""
+    bytes_per_token = MLA["num_hidden_layers"] * (512 + 64) * 2
+
+    found = run_engine(
+        tmp_path,
+        "4",
+        BUDGET,
+        model=MLA,
+        environment=TWO_RANKS,
+        tensor_parallel_size=2,
+    )
+
+    first, second = found["ranks"]
+    assert first == second
+    # A block is 16 or 128 tokens, which the host decides.
+    assert BUDGET - 128 * bytes_per_token < first <= BUDGET
+    assert found["tokens"] * bytes_per_token <= first
+    assert (found["tokens"] + 2 * 128) * bytes_per_token > first
+    assert found["length"] == LENGTH
+
+
+@SLOW
+@needs_two_cores
+def test_without_a_budget_each_rank_takes_its_share(tmp_path: Path) -> None:
+    """Both ranks of a node take it: two shares of the node's memory are used."""
+    found = run_engine(
+        tmp_path,
+        None,
+        None,
+        environment=TWO_RANKS,
+        tensor_parallel_size=2,
+        gpu_memory_utilization=share_of_memory(2 * GiB),
+    )
+
+    first, second = found["ranks"]
+    assert first == second
+    assert 2 * BUDGET < first < 2 * GiB
+    log = (tmp_path / "log").read_text()
+    assert log.count("with 2.00 GiB requested memory for the worker") == 2, log
+    assert found["length"] == LENGTH
+
+
+@SLOW
+@pytest.mark.forked
+def test_two_engines_on_one_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One with a budget, then one with a share of memory; both serve."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    engine = forked_engine(
+        *(monkeypatch, tmp_path, "4", 64 * MiB),
+        model=REFERENCE_MODEL,
+        max_model_len=512,
+    )
+
+    found = run_engine(
+        tmp_path, None, None, gpu_memory_utilization=share_of_memory(2 * GiB)
+    )
+
+    assert "GiB memory was consumed by non-kv usages" in (tmp_path / "log").read_text()
+    assert 2 * BUDGET < sum(found["ranks"]) < 2 * GiB
+    assert found["length"] == LENGTH
+    assert engine.collective_rpc(held) == [36 * REFERENCE_BLOCK]
+    assert generate(engine) == LENGTH
 
 
 # With enforce_eager there is no warm-up, which is what allocates the tensors that

@@ -27,6 +27,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8-e5m2": ("full", {"kv_cache_dtype": "fp8_e5m2"}),
     "draft": ("full", {}),
     "draft-alternating": ("alternating", {}),
+    "eagle": ("full", {}),
     "chunks-of-part-blocks": ("chunked-local", {"block_size": 96}),
     "reference-no-hybrid": ("reference", {"disable_hybrid_kv_cache_manager": True}),
     "linear-hybrid-no-prefix": ("linear-hybrid", {"enable_prefix_caching": False}),
@@ -75,6 +76,15 @@ def engine_args(folder: Path, kind: str, **kwargs: Any) -> dict[str, Any]:
             "model": write_model(folder / "draft", qwen3(layers=1)),
             "num_speculative_tokens": 8,
         }
+    elif kind == "eagle":
+        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        args["speculative_config"] = {
+            "method": "eagle",
+            "model": write_model(folder / "draft", qwen3(layers=1) | llama),
+            "num_speculative_tokens": 3,
+        }
+    elif kind == "mtp":
+        args["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     return args
 
 

@@ -97,6 +97,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
     "mla": TINY | MLA,
+    "mtp": TINY
+    | MLA
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "linear-hybrid": TINY
     | {
         "architectures": ["Qwen3NextForCausalLM"],

@@ -47,6 +47,8 @@ SLOW = [
     "fp8",
     "fp8-e5m2",
     "draft",
+    "eagle",
+    "mtp",
     "embedding-decoder",
 ]
 KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow_test) for kind in SLOW)]
