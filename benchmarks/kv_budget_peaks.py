@@ -19,6 +19,8 @@ KINDS = (
     "mla",
     "fp8",
     "draft",
+    "eagle",
+    "mtp",
     "reference",
     "reference-no-hybrid",
     "alternating",
