@@ -4,12 +4,15 @@
 The sources come the way a build gets them: from the cache, or from an index.
 """
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -267,6 +270,48 @@ def test_worktree_is_the_patched_source(
     upstream = files(tmp_path / "upstream")
     assert set(first.rstrip("\0").split("\0")) == set(upstream)
     assert b"\r\n" in b"".join(upstream.values())
+
+
+PLAN = """
+import json, sys
+from pathlib import Path
+from tests.v1.core.kv_budget_engine import engine_args, plan_for
+import vllm
+plans = [vllm.__file__]
+for kind in ("talker", "reference", "mla"):
+    args = engine_args(Path(sys.argv[1]), kind, max_model_len=2048)
+    budget = plan_for(args).budget
+    plans.append([budget.start_bytes, budget.num_bytes, budget.num_blocks])
+print(json.dumps(plans))
+"""
+
+
+def test_planner_of_the_newest_release(tmp_path: Path) -> None:
+    """Its engine has the functions elsewhere, and plans the same budgets."""
+    newest = load_release(RELEASES[0])
+    tree = tmp_path / "tree"
+    source.unpack(sdist(newest), tree)
+    source.apply_patches(tree, newest.series, allow_offset=True)
+    source.add_overlay(tree, source.overlay_files(pinned=True))
+    shutil.rmtree(tree / "vllm.egg-info")  # the version that it says has no +cpu
+
+    def plans(folder: Path) -> list[Any]:
+        result = subprocess.run(
+            [sys.executable, "-c", PLAN, tmp_path],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(folder), "VLLM_LOGGING_LEVEL": "ERROR"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        found: list[Any] = json.loads(result.stdout.splitlines()[-1])
+        return found
+
+    imported, *newest_plans = plans(tree)
+    assert imported == str(tree / "vllm/__init__.py")
+    assert newest_plans[0] == [249_561_088, 484_442_112, 33]
+    assert newest_plans == plans(ROOT)[1:]
 
 
 def test_git_does_not_tidy_up_behind_a_worktree(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ the functions by which the engine groups layers, lays out blocks and decides whe
 it can start; what is added is how many requests there are, the null block that the
 block pool keeps for itself, and the slots of drafted tokens.
 
-This is the one place that knows where these functions are. 0.33.0 has them behind
-`vllm/v1/core/kv_cache_planning.py`.
+`kv_cache_sizes` knows where each release has these functions.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,15 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
-from vllm.v1.core.kv_cache_utils import (
-    _estimate_max_model_len_from_groups,
-    _max_memory_usage_bytes_from_groups,
-    _pool_bytes_per_block,
-    generate_scheduler_kv_cache_config,
+from vllm.v1.core.kv_cache_sizes import (
+    KVCacheSpecs,
+    estimate_max_model_len,
     get_kv_cache_configs,
+    max_memory_usage_bytes,
+    pool_bytes_per_block,
+)
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     update_kv_cache_capacity,
 )
 from vllm.v1.kv_cache_interface import (
@@ -44,9 +46,6 @@ MiB = 1 << 20
 GiB = 1 << 30
 # More than any engine plans with; nothing of this size is ever allocated.
 PLENTY = 1 << 60
-
-KVCacheSpecs = Sequence[dict[str, KVCacheSpec]]
-"""The specs of each rank's layers, by layer name."""
 
 
 @dataclass(frozen=True)
@@ -135,16 +134,14 @@ def _plan_groups(
     vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs
 ) -> list[list[KVCacheGroupSpec]]:
     """Return each rank's groups, as the engine makes them from all ranks' specs."""
-    configs = get_kv_cache_configs(
-        vllm_config, list(kv_cache_specs), [PLENTY] * len(kv_cache_specs)
-    )
+    configs = get_kv_cache_configs(vllm_config, kv_cache_specs, PLENTY)
     return [config.kv_cache_groups for config in configs]
 
 
 def _needed_blocks(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
     """Return the blocks that the engine counts for a request of max_model_len."""
-    needed = _max_memory_usage_bytes_from_groups(vllm_config, groups)
-    return needed // _pool_bytes_per_block(vllm_config, groups)
+    needed = max_memory_usage_bytes(vllm_config, groups)
+    return needed // pool_bytes_per_block(vllm_config, groups)
 
 
 def _with_room_for_drafts(vllm_config: VllmConfig) -> VllmConfig:
@@ -162,7 +159,7 @@ def _with_room_for_drafts(vllm_config: VllmConfig) -> VllmConfig:
 
 def _describe_group(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> LayerGroup:
     # A pipeline stage may have no layer of a group, whose blocks then hold nothing.
-    bytes_per_block = _pool_bytes_per_block(vllm_config, [group])
+    bytes_per_block = pool_bytes_per_block(vllm_config, [group])
     return LayerGroup(
         kind=get_kv_cache_spec_kind(group.kv_cache_spec).value,
         num_layers=len(group.layer_names),
@@ -217,7 +214,7 @@ def plan_kv_budget(
     groups_of_ranks = _plan_groups(config, kv_cache_specs)
     for specs, groups in zip(kv_cache_specs, groups_of_ranks, strict=True):
         rank = RankBudget(
-            bytes_per_block=_pool_bytes_per_block(config, groups),
+            bytes_per_block=pool_bytes_per_block(config, groups),
             bytes_per_token=_bytes_per_token(specs),
             groups=tuple(_describe_group(roomy, group) for group in groups),
             blocks_per_request=_needed_blocks(roomy, groups),
@@ -259,7 +256,7 @@ def plan_allocation(
     """
     config = _planning_config(vllm_config)
     configs: list[KVCacheConfig] = get_kv_cache_configs(
-        config, list(kv_cache_specs), [num_bytes] * len(kv_cache_specs)
+        config, kv_cache_specs, num_bytes
     )
     scheduler_kv_cache_config = generate_scheduler_kv_cache_config(configs)
     update_kv_cache_capacity(config, scheduler_kv_cache_config)
@@ -288,10 +285,10 @@ def longest_model_len(
     config = _planning_config(vllm_config)
     lengths = []
     for groups in _plan_groups(config, kv_cache_specs):
-        bytes_per_block = _pool_bytes_per_block(config, groups)
+        bytes_per_block = pool_bytes_per_block(config, groups)
         blocks_per_request = (num_bytes // bytes_per_block - 1) // num_requests
         lengths.append(
-            _estimate_max_model_len_from_groups(
+            estimate_max_model_len(
                 _with_room_for_drafts(config),
                 groups,
                 blocks_per_request * bytes_per_block,
@@ -309,9 +306,7 @@ def shorten_max_model_len(
         ValueError: If not even one token fits.
 
     """
-    get_kv_cache_configs(
-        vllm_config, list(kv_cache_specs), [num_bytes] * len(kv_cache_specs)
-    )
+    get_kv_cache_configs(vllm_config, kv_cache_specs, num_bytes)
 
 
 def _adopt_budget(worker: Any, num_bytes: int) -> tuple[int, int]:
