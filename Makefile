@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series worktree refresh stock test test-all lint bench-build bench-budget matrix upstream-tests pr clean distclean help
+.PHONY: all table install wheel source series packager-series worktree refresh stock test test-all lint bench-build bench-budget matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -45,6 +45,9 @@ source: $(VENV)/tools ## make the patched source tree (RELEASE=X: of another rel
 
 series: $(VENV)/tools ## print the patch files of a release (RELEASE=X), in order
 	@$(WHEEL) series
+
+packager-series: $(VENV)/tools ## write the series, the overlay as its last patch, to OUT=DIR
+	@$(WHEEL) packager-series '$(or $(OUT),$(error OUT=DIR names the new folder))'
 
 worktree: $(VENV)/tools ## make a git repository to edit, one commit a patch
 	@$(WHEEL) worktree

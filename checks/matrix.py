@@ -135,7 +135,7 @@ def main() -> int:
         print(table(json.loads(RESULTS.read_text())["releases"]))
         return 0
     chosen = arguments.releases
-    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL"):
+    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL", "CPU_WHEEL_TREE"):
         os.environ.pop(name, None)  # they are one release's
     results = {}
     for version in chosen or read_pins()["release"]:

@@ -22,6 +22,7 @@ from checks import hooks, matrix, upstream_tests
 from checks.junit import count, run_pytest
 from cpu_wheel import queue, steps
 from cpu_wheel.fetch import fetch
+from cpu_wheel.packager import new_file
 from cpu_wheel.pins import (
     PATCHES,
     ROOT,
@@ -74,16 +75,6 @@ def left_out(patch: bytes) -> str:
     if "] [Build]" in head:
         return "the build is a pull request of its own"
     return ""
-
-
-def new_file(path: str, content: str) -> str:
-    """Return the diff that adds a file."""
-    lines = content.splitlines()
-    added = "".join(f"+{line}\n" for line in lines)
-    return (
-        f"diff --git a/{path} b/{path}\nnew file mode 100644\n"
-        f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n{added}"
-    )
 
 
 def write_patches(release: Release, folder: Path) -> list[Path]:

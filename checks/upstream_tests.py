@@ -256,7 +256,7 @@ def main() -> int:
         stored = json.loads(RESULTS.read_text())["releases"]
         print(table(stored), reasons(stored), sep="\n\nfailed on both sides:\n")
         return 0
-    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL"):
+    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL", "CPU_WHEEL_TREE"):
         os.environ.pop(name, None)  # they are one release's
     releases: dict[str, dict[str, Any]] = {}
     try:

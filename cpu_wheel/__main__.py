@@ -14,6 +14,7 @@ environment variables, read by every command and by setup.py, pip and CMake:
   CPU_WHEEL_RELEASE       the vLLM release, one of upstream.toml's
   CPU_WHEEL_SDIST         its sdist; then it is not downloaded
   CPU_WHEEL_NATIVE_WHEEL  the wheel whose native modules are used; likewise
+  CPU_WHEEL_TREE          a tree that is patched already; then no sdist is needed
   CPU_WHEEL_CACHE         the folder of downloads (default: build/downloads)
   SOURCE_DATE_EPOCH       the time of the wheel's members (default: the sdist's)
 
@@ -56,6 +57,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     series.add_argument(
         "--release", metavar="X", help="the release (default: CPU_WHEEL_RELEASE's)"
     )
+    packager_series = commands.add_parser(
+        "packager-series",
+        help="write the whole series of a release, the overlay as its last patch",
+    )
+    packager_series.add_argument("folder", type=Path, metavar="DIR", help="a new one")
+    packager_series.add_argument(
+        "--release", metavar="X", help="the release (default: CPU_WHEEL_RELEASE's)"
+    )
     for name, does in (
         ("worktree", "make a git repository to edit, one commit a patch, in build/"),
         ("refresh", "write the commits of that repository back to patches/"),
@@ -82,7 +91,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     # What is not in the standard library is imported in here, so that main() can
     # say what is missing.
-    from cpu_wheel import install, queue, releases, steps
+    from cpu_wheel import install, packager, queue, releases, steps
     from cpu_wheel.fetch import fetch
 
     settings = Settings.from_environment()
@@ -108,6 +117,8 @@ def run(arguments: argparse.Namespace) -> None:
             )
         case "series":
             print(*release.series, sep="\n")
+        case "packager-series":
+            packager.write_series(release, arguments.folder.absolute())
         case "worktree":
             folder = (arguments.worktree or worktree).absolute()
             queue.make_worktree(fetch(release.sdist, settings.cache), release, folder)

@@ -82,17 +82,21 @@ class Settings:
     Attributes:
         release: CPU_WHEEL_RELEASE, the vLLM release (default: the pinned one).
         cache: CPU_WHEEL_CACHE, the folder of downloads (default: build/downloads).
+        tree: CPU_WHEEL_TREE, a tree that is patched already (default: none).
     """
 
     release: str | None = None
     cache: Path = ROOT / "build" / "downloads"
+    tree: Path | None = None
 
     @classmethod
     def from_environment(cls) -> "Settings":
         cache = os.environ.get("CPU_WHEEL_CACHE")
+        tree = os.environ.get("CPU_WHEEL_TREE")
         return cls(
             release=os.environ.get("CPU_WHEEL_RELEASE") or None,
             cache=Path(cache).absolute() if cache else cls.cache,
+            tree=Path(tree).absolute() if tree else None,
         )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpu_wheel import source, wheel
+from cpu_wheel import packager, source, wheel
 from cpu_wheel.fetch import fetch, sha256
 from cpu_wheel.pins import ROOT, Release, Settings, load_release
 
@@ -30,6 +30,8 @@ def step(what: str) -> Iterator[None]:
 def make_source(settings: Settings) -> Path:
     """Make the patched source tree of a release, if it is not there.
 
+    A tree that the user names is taken as it is.
+
     Returns:
         The folder, named after a hash of all that goes into it.
 
@@ -37,6 +39,9 @@ def make_source(settings: Settings) -> Path:
         BuildError: An archive or a patch is not what it must be.
     """
     release = load_release(settings.release)
+    if settings.tree:
+        packager.check_tree(settings.tree, release)
+        return settings.tree
     sdist = fetch(release.sdist, settings.cache)
     tree = BUILD / f"vllm-{release.version}-{source_key(release)}"
     if not tree.exists():
@@ -87,7 +92,10 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
     path = dist / wheel.wheel_name(release.wheel_version)
     record = BUILD / f"{path.name}.json"
     with contextlib.suppress(OSError, ValueError):
-        if json.loads(record.read_text()) == key | {"sha256": sha256(path)}:
+        # Nobody knows what is in a tree that somebody else patched.
+        if not settings.tree and json.loads(record.read_text()) == key | {
+            "sha256": sha256(path)
+        }:
             return path
     with step(f"build {path.name} with upstream's setup.py"):
         wheel.build(

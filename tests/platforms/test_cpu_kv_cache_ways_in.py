@@ -376,7 +376,7 @@ def test_without_a_budget_each_rank_takes_its_share(tmp_path: Path) -> None:
     assert first == second
     assert 2 * BUDGET < first < 2 * GiB
     log = (tmp_path / "log").read_text()
-    assert log.count("with 2.00 GiB requested memory for the worker") == 2, log
+    assert log.count("with 2.0 GiB requested memory for the worker") == 2
     assert found["length"] == LENGTH
 
 
