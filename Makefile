@@ -5,13 +5,13 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
-WHEEL := $(PY) -m cpu_wheel
+TOOL := $(PY) -m cpu_wheel
 
 ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series packager-series worktree refresh stock test test-all lint bench-build bench-budget matrix upstream-tests pr clean distclean help
+.PHONY: all table install wheel source series packager-series verify worktree refresh stock test test-all lint bench-build bench-budget matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -28,35 +28,38 @@ $(VENV)/tools: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/ready: $(VENV)/tools
-	@$(WHEEL) torch
+	@$(TOOL) torch
 	@touch $@
 
 table: install stock ## what the engine allocates, stock beside fork
 	$(PY) -m benchmarks.allocation
 
 install: $(VENV)/ready ## build the wheel and install it into .venv
-	@$(WHEEL) install
+	@$(TOOL) install
 
 wheel: $(VENV)/ready ## build the wheel into dist/
-	@$(WHEEL) wheel
+	@$(TOOL) wheel
+
+verify: $(VENV)/tools ## check where each file of WHEEL=FILE comes from
+	@$(TOOL) verify '$(or $(WHEEL),$(error WHEEL=FILE names the wheel))'
 
 source: $(VENV)/tools ## make the patched source tree (RELEASE=X: of another release)
-	@$(WHEEL) source
+	@$(TOOL) source
 
 series: $(VENV)/tools ## print the patch files of a release (RELEASE=X), in order
-	@$(WHEEL) series
+	@$(TOOL) series
 
 packager-series: $(VENV)/tools ## write the series, the overlay as its last patch, to OUT=DIR
-	@$(WHEEL) packager-series '$(or $(OUT),$(error OUT=DIR names the new folder))'
+	@$(TOOL) packager-series '$(or $(OUT),$(error OUT=DIR names the new folder))'
 
 worktree: $(VENV)/tools ## make a git repository to edit, one commit a patch
-	@$(WHEEL) worktree
+	@$(TOOL) worktree
 
 refresh: $(VENV)/tools ## write that repository's commits back to patches/
-	@$(WHEEL) refresh
+	@$(TOOL) refresh
 
 stock: $(VENV)/ready ## unpack the native wheel as published, for comparison
-	@$(WHEEL) stock
+	@$(TOOL) stock
 
 lint: $(VENV)/ready ## ruff and mypy on our own code
 	$(VENV)/bin/ruff check .

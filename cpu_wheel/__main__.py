@@ -51,6 +51,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             default=ROOT / "dist",
             help="the folder that takes the wheel (default: dist)",
         )
+    verify = commands.add_parser(
+        "verify", help="check where each file of a wheel comes from"
+    )
+    verify.add_argument("wheel", type=Path, metavar="WHEEL")
     series = commands.add_parser(
         "series", help="print the patch files of a release, in order"
     )
@@ -91,7 +95,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     # What is not in the standard library is imported in here, so that main() can
     # say what is missing.
-    from cpu_wheel import install, packager, queue, releases, steps
+    from cpu_wheel import contents, install, packager, queue, releases, steps
     from cpu_wheel.fetch import fetch
 
     settings = Settings.from_environment()
@@ -115,6 +119,19 @@ def run(arguments: argparse.Namespace) -> None:
             install.install_wheel(
                 steps.make_wheel(settings, arguments.dist_dir.absolute())
             )
+        case "verify":
+            kinds, wrong = contents.verify(
+                arguments.wheel,
+                release,
+                sdist=fetch(release.sdist, settings.cache),
+                native_wheel=fetch(release.native_wheel, settings.cache),
+                tree=steps.make_source(settings),
+            )
+            for kind, count in kinds.most_common():
+                print(f"{count:5} {kind}")
+            if wrong:
+                print(*wrong, sep="\n")
+                raise BuildError(f"{arguments.wheel}: {len(wrong)} files, see above")
         case "series":
             print(*release.series, sep="\n")
         case "packager-series":

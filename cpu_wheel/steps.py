@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpu_wheel import packager, source, wheel
+from cpu_wheel import contents, packager, source, wheel
 from cpu_wheel.fetch import fetch, sha256
 from cpu_wheel.pins import ROOT, Release, Settings, load_release
 
@@ -87,7 +87,9 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
         "epoch": epoch,
         "python": sys.version,
         "tools": {name: wheel.installed_version(name) for name in wheel.BUILD_TOOLS},
-        "code": sha256(Path(wheel.__file__)),
+        "code": [
+            sha256(ROOT / "cpu_wheel" / name) for name in ("contents.py", "wheel.py")
+        ],
     }
     path = dist / wheel.wheel_name(release.wheel_version)
     record = BUILD / f"{path.name}.json"
@@ -103,6 +105,7 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
             native_wheel=native_wheel,
             version=release.wheel_version,
             epoch=epoch,
+            sbom=contents.make_sbom(release, epoch),
             log=BUILD / f"{path.name}.log",
             wheel=path,
         )

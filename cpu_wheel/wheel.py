@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
+from cpu_wheel import contents
 from cpu_wheel.pins import BuildError
 
 # What is true of the pinned native modules: two use the limited API of 3.11, all
@@ -23,8 +24,14 @@ from cpu_wheel.pins import BuildError
 PYTHON_TAG = "cp311"
 PLATFORM_TAG = "manylinux_2_28_x86_64"
 NATIVE_MODULES = ("_C", "_C_AVX512", "_C_AVX2", "spinloop", "fs_io_C")
-# What upstream's setup.py imports or runs.
-BUILD_TOOLS = ("setuptools", "setuptools-rust", "setuptools-scm", "wheel")
+# What upstream's setup.py imports or runs, and what writes the bill of materials.
+BUILD_TOOLS = (
+    "setuptools",
+    "setuptools-rust",
+    "setuptools-scm",
+    "wheel",
+    "cyclonedx-python-lib",
+)
 
 
 def check_host(torch: str) -> None:
@@ -91,7 +98,13 @@ def build_environment(native_wheel: Path, version: str, epoch: int) -> dict[str,
 
 
 def build(
-    source: Path, native_wheel: Path, version: str, epoch: int, log: Path, wheel: Path
+    source: Path,
+    native_wheel: Path,
+    version: str,
+    epoch: int,
+    sbom: bytes,
+    log: Path,
+    wheel: Path,
 ) -> None:
     """Build a wheel with upstream's setup.py; a failure leaves none behind.
 
@@ -100,6 +113,7 @@ def build(
         native_wheel: The verified wheel that holds the native modules.
         version: The wheel's version.
         epoch: See build_environment.
+        sbom: The bill of materials that the wheel is to carry.
         log: The file that takes upstream's output.
         wheel: The file to make.
 
@@ -130,7 +144,7 @@ def build(
         check_wheel(built, version)
         partial = wheel.with_name(f".{wheel.name}-{os.getpid()}")
         try:
-            pack(built, partial, epoch)
+            pack(built, partial, epoch, sbom)
             partial.replace(wheel)
         finally:
             partial.unlink(missing_ok=True)
@@ -148,8 +162,10 @@ def not_needed(folder: str, names: list[str]) -> list[str]:
     ]
 
 
-def pack(stored: Path, wheel: Path, epoch: int) -> None:
+def pack(stored: Path, wheel: Path, epoch: int, sbom: bytes) -> None:
     """Compress a wheel, with one mode and one time for every member.
+
+    The bill of materials is added, and its row to RECORD, which is the last member.
 
     Most of a build's time is spent here, so every core compresses; zipfile itself
     uses one. The level is zlib's default, as in any wheel.
@@ -158,10 +174,13 @@ def pack(stored: Path, wheel: Path, epoch: int) -> None:
         stored: The wheel to read, not compressed.
         wheel: The file to write.
         epoch: The time of every member, in seconds since 1970.
+        sbom: The bill of materials.
     """
 
     def deflate(name: str) -> tuple[bytes, bytes]:
-        content = source.read(name)
+        content = sbom if name == added else source.read(name)
+        if name == record:
+            content += f"{','.join(contents.record(added, sbom))}\n".encode()
         compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
         return content, compressor.compress(content) + compressor.flush()
 
@@ -170,7 +189,9 @@ def pack(stored: Path, wheel: Path, epoch: int) -> None:
         zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor,
     ):
-        names = source.namelist()
+        *names, record = source.namelist()
+        added = record.replace("RECORD", contents.SBOM)
+        names += [added, record]
         deflated = executor.map(deflate, names)
         for name, (content, data) in zip(names, deflated, strict=True):
             member = zipfile.ZipInfo(name, time.gmtime(epoch)[:6])

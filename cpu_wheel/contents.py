@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in a wheel: the bill of materials that it carries, and the check of it."""
+
+import base64
+import csv
+import hashlib
+import re
+import tarfile
+import uuid
+import zipfile
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cyclonedx.model import HashAlgorithm, HashType
+from cyclonedx.model.bom import Bom
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.output.json import JsonV1Dot6
+from packageurl import PackageURL
+
+from cpu_wheel import source
+from cpu_wheel.fetch import sha256
+from cpu_wheel.pins import PATCHES, ROOT, Archive, BuildError, Release
+
+# What upstream's build writes into a wheel, beside what it copies.
+GENERATED = ("vllm/_version.py",)
+DIST_INFO = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")
+SBOM = "sboms/vllm.cdx.json"
+
+
+def sha256_component(kind: ComponentType, name: str, digest: str) -> Component:
+    digests = [HashType(alg=HashAlgorithm.SHA_256, content=digest)]
+    return Component(type=kind, name=name, bom_ref=name, hashes=digests)
+
+
+def archive_component(archive: Archive, version: str) -> Component:
+    component = sha256_component(ComponentType.LIBRARY, archive.file, archive.sha256)
+    component.version = version
+    component.purl = PackageURL(
+        "pypi", None, archive.project, version, {"file_name": archive.file}
+    )
+    return component
+
+
+def overlay_digest(release: Release) -> str:
+    """Return a hash of the names and contents of all overlay files."""
+    digest = hashlib.sha256()
+    for path in source.overlay_files(release.pinned):
+        digest.update(f"{sha256(ROOT / path)}  {path.as_posix()}\n".encode())
+    return digest.hexdigest()
+
+
+def make_sbom(release: Release, epoch: int) -> bytes:
+    """Return the bill of materials of a release's wheel, as CycloneDX JSON (PEP 770).
+
+    The same inputs give the same bytes: its time is the epoch, and its serial number
+    is made from the components.
+
+    Args:
+        release: The release.
+        epoch: The time of the wheel's members, in seconds since 1970.
+    """
+    components = [
+        archive_component(release.sdist, release.version),
+        archive_component(release.native_wheel, release.version),
+        *(
+            sha256_component(
+                ComponentType.FILE,
+                f"patches/{patch.relative_to(PATCHES).as_posix()}",
+                sha256(patch),
+            )
+            for patch in release.series
+        ),
+        sha256_component(ComponentType.FILE, "overlay", overlay_digest(release)),
+    ]
+    names = "\n".join(f"{c.name} {next(iter(c.hashes)).content}" for c in components)
+    bom = Bom(
+        components=components,
+        serial_number=uuid.uuid5(uuid.NAMESPACE_URL, names),
+    )
+    bom.metadata.timestamp = datetime.fromtimestamp(epoch, UTC)
+    wheel = Component(
+        type=ComponentType.LIBRARY, name="vllm", version=release.wheel_version
+    )
+    wheel.purl = PackageURL("pypi", None, "vllm", release.wheel_version)
+    wheel.bom_ref.value = "vllm"
+    bom.metadata.component = wheel
+    bom.register_dependency(wheel, components)
+    return JsonV1Dot6(bom).output_as_string(indent=1).encode() + b"\n"
+
+
+def record(name: str, content: bytes) -> tuple[str, str, str]:
+    """Return the row of a file in RECORD (the binary distribution format)."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
+    return name, f"sha256={digest.rstrip('=')}", str(len(content))
+
+
+def verify(
+    wheel: Path, release: Release, sdist: Path, native_wheel: Path, tree: Path
+) -> tuple[Counter[str], list[str]]:
+    """Check each file of a wheel against what it is made from.
+
+    Args:
+        wheel: The wheel.
+        release: The release that it claims to be.
+        sdist: Upstream's sources, verified.
+        native_wheel: The wheel of the native modules, verified.
+        tree: The patched tree.
+
+    Returns:
+        How many files come from where, and a line for each file that does not.
+
+    Raises:
+        BuildError: It is no wheel of this release.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if broken := archive.testzip():
+                raise BuildError(f"{wheel}: {broken} is damaged")
+            members = {name: archive.read(name) for name in archive.namelist()}
+    except zipfile.BadZipFile as error:
+        raise BuildError(f"{wheel} is no wheel: {error}") from None
+    info = f"vllm-{release.wheel_version}.dist-info/"
+    if f"{info}RECORD" not in members:
+        raise BuildError(f"{wheel} is not vLLM {release.wheel_version}")
+    sources = Sources(release, sdist, native_wheel, tree)
+    kinds: Counter[str] = Counter()
+    wrong = []
+    rows = csv.reader(members[f"{info}RECORD"].decode().splitlines())
+    recorded = set(map(tuple, rows))
+    for name, content in members.items():
+        kind, expected = sources.origin(name, info, content)
+        if kind is None:
+            wrong.append(f"{name}: comes from nowhere")
+        elif expected is not None and content != expected:
+            wrong.append(f"{name}: differs from {kind}")
+        elif name != f"{info}RECORD" and record(name, content) not in recorded:
+            wrong.append(f"{name}: differs from RECORD")
+        else:
+            kinds[kind] += 1
+    needed = [*sources.modules(), info + SBOM]
+    wrong += [f"{name}: missing" for name in needed if name not in members]
+    return kinds, wrong
+
+
+class Sources:
+    """Where each file of a release's wheel comes from."""
+
+    def __init__(
+        self, release: Release, sdist: Path, native_wheel: Path, tree: Path
+    ) -> None:
+        self.release = release
+        self.tree = tree
+        with tarfile.open(sdist) as archive:
+            self.upstream = {
+                member.name.partition("/")[2]: archive.extractfile(member).read()  # type: ignore[union-attr]
+                for member in archive
+                if member.isfile()
+            }
+        with zipfile.ZipFile(native_wheel) as archive:
+            self.native = {
+                name: archive.read(name)
+                for name in archive.namelist()
+                if name.endswith(".so")
+            }
+        self.patches: dict[str, list[str]] = {}
+        for patch in release.series:
+            for file in re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.M):
+                self.patches.setdefault(file, []).append(patch.name[:4])
+        self.overlay = {p.as_posix() for p in source.overlay_files(release.pinned)}
+
+    def origin(
+        self, name: str, info: str, content: bytes
+    ) -> tuple[str | None, bytes | None]:
+        """Return what a member is, and its content if that is known."""
+        if name == info + SBOM:
+            return "the bill of materials", self.sbom(content)
+        if name in GENERATED or name in [info + file for file in DIST_INFO]:
+            return "generated, as in RECORD", None
+        name = name.replace(f"{info}licenses/", "")
+        if name in self.native:
+            return "the native wheel", self.native[name]
+        if name in self.overlay:
+            return "the overlay", (ROOT / name).read_bytes()
+        if name in self.patches and (self.tree / name).is_file():
+            return "upstream and patches", (self.tree / name).read_bytes()
+        if name in self.upstream:
+            return "upstream", self.upstream[name]
+        return None, None
+
+    def sbom(self, content: bytes) -> bytes:
+        """Return the bill of materials that there must be, at the time it gives."""
+        time = re.search(rb'"timestamp": "([^"]+)"', content)
+        try:
+            epoch = datetime.fromisoformat(time[1].decode()).timestamp() if time else 0
+        except ValueError:
+            epoch = 0
+        return make_sbom(self.release, int(epoch))
+
+    def modules(self) -> list[str]:
+        """Return the modules that a wheel must have."""
+        files = {*self.upstream, *self.overlay, *self.patches, *self.native}
+        return sorted(
+            name
+            for name in files
+            if name.startswith("vllm/") and name.endswith((".py", ".so"))
+        )
