@@ -75,6 +75,10 @@ def test_requirements_come_from_ordinary_indexes(metadata: Message) -> None:
 
     moved = {r.name for r in requirements if 'extra == "cpu-full"' in str(r.marker)}
     assert moved == {"triton", "torchvision", "torchaudio", "torchcodec"}
+    for_files = [
+        r.name for r in requirements if 'extra == "kv-budget"' in str(r.marker)
+    ]
+    assert for_files == ["ruamel.yaml"]
 
 
 def test_limited_api_is_that_of_the_tag(wheel: Path) -> None:

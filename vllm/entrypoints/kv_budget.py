@@ -192,6 +192,17 @@ def describe_given(plan: Plan, budget: KVBudget, given: Allocation) -> Iterator[
         yield f"  difference     {format_bytes(abs(difference))} {more} than needed"
 
 
+def describe_blocks(budget: KVBudget) -> str:
+    """Return the blocks of the budget as the sum that they are."""
+    requests = budget.max_num_seqs * budget.blocks_per_request
+    held_back = budget.num_blocks - 1 - requests
+    watermark = f" + {held_back} of the watermark" if held_back else ""
+    return (
+        f"{budget.num_blocks} blocks = {budget.max_num_seqs} x "
+        f"{budget.blocks_per_request} + 1 null block{watermark}"
+    )
+
+
 def as_text(plan: Plan) -> str:
     """Return a plan for people."""
     lines = [f"{key:24}{value}" for key, value in settings(plan).items()]
@@ -205,17 +216,13 @@ def as_text(plan: Plan) -> str:
     if budget is None:
         return "\n".join([*lines, "", "This model needs no KV cache."])
     lines += ["", *describe_ranks(plan, budget)]
-    per_request = budget.blocks_per_request
-    held_back = budget.num_blocks - 1 - budget.max_num_seqs * per_request
-    watermark = f" + {held_back} of the watermark" if held_back else ""
     start = f"{budget.start_blocks} blocks, the null block among them"
-    blocks = f"{budget.max_num_seqs} x {per_request} + 1 null block{watermark}"
-    needed = f"{format_bytes(budget.num_bytes)}: {budget.num_blocks} blocks"
+    needed = f"{format_bytes(budget.num_bytes)}: {describe_blocks(budget)}"
     lines += [
         "",
         "Budget, per rank",
         f"  to start       {format_bytes(budget.start_bytes)}: {start}",
-        f"  no preemption  {needed} = {blocks}",
+        f"  no preemption  {needed}",
     ]
     if plan.given is not None:
         lines += ["", *describe_given(plan, budget, plan.given)]

@@ -24,10 +24,16 @@ class KVBudgetSubcommand(CLISubcommand):
 
     @staticmethod
     def cmd(args: argparse.Namespace) -> None:
-        from vllm.entrypoints.kv_budget import main
-
         if args.model_tag is not None:
             args.model = args.model_tag
+        if args.deploy is not None:
+            from vllm.entrypoints.kv_budget_deploy import main
+        elif args.output or args.force or args.measure:
+            sys.exit(
+                "vllm kv-budget: error: --output, --force and --measure need --deploy"
+            )
+        else:
+            from vllm.entrypoints.kv_budget import main
         sys.exit(main(args))
 
     def subparser_init(
@@ -47,6 +53,30 @@ class KVBudgetSubcommand(CLISubcommand):
         )
         parser.add_argument(
             "--json", action="store_true", help="Print JSON instead of text."
+        )
+        deploy = parser.add_argument_group(
+            "a vllm-omni deploy file",
+            "Plans the stages of a file for this machine, and prints it with the "
+            "`platforms: cpu:` section that fits. The engine arguments are the file's.",
+        )
+        deploy.add_argument("--deploy", metavar="FILE", help="The file to read.")
+        deploy.add_argument(
+            "--output", metavar="FILE", help="Write the file instead of printing it."
+        )
+        deploy.add_argument(
+            "--force", action="store_true", help="Overwrite the file of --output."
+        )
+        deploy.add_argument(
+            "--front-end-cores",
+            type=int,
+            default=1,
+            metavar="N",
+            help="How many cores no stage gets (default: 1).",
+        )
+        deploy.add_argument(
+            "--measure",
+            action="store_true",
+            help="Say how to measure the stages that cannot be planned.",
         )
         # As for `bench`: engine arguments are costly to declare, so only for this
         # subcommand.
