@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm kv-budget --deploy`: a plan for the stages of a deploy file."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from tests.fork.omni.conftest import EXAMPLE, Environment, Plan, Planned, run_plans
+
+pytestmark = pytest.mark.omni_test
+
+MiB = 1 << 20
+GiB = 1 << 30
+
+TWO_RANKS = """\
+base_config: qwen3-tts-cpu.yaml
+platforms:
+  cpu:
+    stages:
+      - stage_id: 0
+        tensor_parallel_size: 2
+"""
+LARGE = """\
+base_config: qwen3-tts-cpu.yaml
+platforms:
+  cpu:
+    stages:
+      - stage_id: 0
+        max_num_seqs: 512
+"""
+
+
+def test_example_is_what_is_planned(plan: Plan, example: Path, qwen3_tts: Path) -> None:
+    result = plan(qwen3_tts, example, on_16_cores=True)
+
+    assert result.status == 0, result.stderr
+    assert result.stdout == EXAMPLE.read_text()
+
+
+def test_a_file_without_a_cpu_section(
+    plan: Plan, example: Path, qwen3_tts: Path
+) -> None:
+    """vllm-omni's own: what it says of other platforms stays as it is."""
+    own = example.with_name("qwen3_tts.yaml")
+
+    result = plan(qwen3_tts, own, on_16_cores=True)
+
+    assert result.status == 0, result.stderr
+    before, after = own.read_text(), result.stdout
+    assert after.startswith(before.rstrip())
+    stages = YAML(typ="safe").load(after)["platforms"]["cpu"]["stages"]
+    # 64 requests of 4,096 tokens.
+    assert stages[0]["kv_cache_memory_bytes"] == (64 * 32 + 1) * 14 * MiB
+    assert "kv_cache_memory_bytes" not in stages[1]
+    assert "- stage_id: 1  # measure: 19.2 GiB per rank by gpu_memory_" in after
+
+
+def test_two_ranks(plan: Plan, example: Path, qwen3_tts: Path) -> None:
+    """Each rank has half the KV heads, a budget and cores of its own."""
+    file = example.with_name("two.yaml")
+    file.write_text(TWO_RANKS)
+
+    result = plan(qwen3_tts, file, "--json", on_16_cores=True)
+
+    assert result.status == 0, result.stderr
+    found = json.loads(result.stdout)
+    talker, code2wav = found["stages"]
+    assert talker["num_ranks"] == 2
+    assert talker["kv_cache_memory_bytes"] == 33 * 7 * MiB
+    assert talker["VLLM_CPU_OMP_THREADS_BIND"] == "0-5|6-10"
+    assert code2wav["VLLM_CPU_OMP_THREADS_BIND"] == "11-14"
+    assert found["front_end"] == [15]
+    assert found["kv_cache_bytes"] == 33 * 14 * MiB + 2 * GiB
+
+
+def test_too_little_memory(plan: Plan, example: Path, qwen3_tts: Path) -> None:
+    """What is said to fit does, and one request more does not."""
+    file = example.with_name("large.yaml")
+    file.write_text(LARGE)
+
+    result = plan(qwen3_tts, file, on_16_cores=True)
+
+    assert (result.status, result.stdout) == (1, "")
+    # 62 GiB beside Code2Wav's 2 are 4,534 blocks of 14 MiB.
+    needed = (512 * 16 + 1) * 14 * MiB + 2 * GiB
+    assert result.stderr == (
+        "vllm kv-budget: error: memory node 0: the KV caches take "
+        f"{needed:,} bytes ({needed / GiB:.7g} GiB), it has 68,719,476,736 bytes "
+        f"(64 GiB): {needed - 64 * GiB:,} bytes ({needed / GiB - 64:.7g} GiB) too "
+        "much; what helps most: stage 0, max_num_seqs 283 (now 512) or max_model_len "
+        "1024 (now 2048) would fit\n"
+    )
+
+
+def test_too_few_cores(plan: Plan, example: Path, qwen3_tts: Path) -> None:
+    has = len(os.sched_getaffinity(0))
+
+    result = plan(qwen3_tts, example, "--front-end-cores", has)
+
+    assert (result.status, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"vllm kv-budget: error: 2 ranks and {has} for the front end need {has + 2} "
+        f"cores, the machine has {has}: 2 too few; what helps most: "
+        f"--front-end-cores {has - 2}\n"
+    )
+
+
+def test_measure_says_how(plan: Plan, example: Path, qwen3_tts: Path) -> None:
+    result = plan(qwen3_tts, example, "--measure", on_16_cores=True)
+
+    assert result.stdout == EXAMPLE.read_text()
+    assert result.stderr.startswith("Stage 1 (code2wav): the engine cannot describe")
+    assert "max_num_seqs=2 requests of max_model_len=8192" in result.stderr
+    assert "Stage 0" not in result.stderr
+
+
+def test_output(plan: Plan, tmp_path: Path, example: Path, qwen3_tts: Path) -> None:
+    """No file is overwritten unasked; what a file inherits is found from elsewhere."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    output = folder / "planned.yaml"
+    output.write_text("mine")
+    mode = output.stat().st_mode
+
+    refused = plan(qwen3_tts, example, "--output", output)
+    assert refused.status == 1
+    assert refused.stderr == (
+        f"vllm kv-budget: error: {output} exists; --force overwrites it\n"
+    )
+    assert output.read_text() == "mine"
+
+    forced = plan(qwen3_tts, example, "--output", output, "--force", on_16_cores=True)
+    assert (forced.status, forced.stdout) == (0, "")
+    assert output.read_text() == EXAMPLE.read_text().replace(
+        "base_config: qwen3_tts.yaml", "base_config: ../qwen3_tts.yaml"
+    )
+    assert output.stat().st_mode == mode
+    assert [file.name for file in folder.iterdir()] == ["planned.yaml"]
+
+
+def test_bad_options_are_one_line(
+    fork: Environment, example: Path, qwen3_tts: Path
+) -> None:
+    deploy = [qwen3_tts, "--deploy", example]
+    results = run_plans(
+        fork,
+        (True, [*deploy, "--max-num-seqs", 4]),
+        (True, [*deploy, "--front-end-cores", -1]),
+        (True, ["--deploy", example]),
+        (True, [qwen3_tts, "--measure"]),
+    )
+
+    # What sys.exit is given as a text, the interpreter prints.
+    assert [result.stderr or f"{result.status}\n" for result in results] == [
+        f"vllm kv-budget: error: {message}\n"
+        for message in (
+            "--max-num-seqs: with --deploy, engine arguments are the file's",
+            "--front-end-cores -1: 0 or more",
+            "--deploy needs the model that the file is for: MODEL",
+            "--output, --force and --measure need --deploy",
+        )
+    ]
+    assert [result.stdout for result in results] == [""] * 4
+
+
+BAD_FILES = {
+    "list": ("[]", "{file}: no deploy file: it holds no mapping"),
+    "yaml": ("a: [", "{file}: no YAML: "),
+    "base": (
+        "base_config: nowhere.yaml",
+        "{file}: vllm-omni does not read it: FileNotFoundError: ",
+    ),
+    "no-stage-id": (
+        "stages: [{max_num_seqs: 2}]",
+        "{file}: vllm-omni does not read it: KeyError: 'stage_id'",
+    ),
+    "pipeline": ("pipeline: nothing", "pipeline 'nothing' of vllm-omni: "),
+    "refused": ("stages: [{stage_id: 0, max_num_seqs: 0}]", "stage 0: "),
+    "replicas": (
+        "stages: [{stage_id: 1, num_replicas: 2}]",
+        "stage 1: num_replicas=2 is not planned: ",
+    ),
+    "binding": (
+        "stages: [{stage_id: 0, env: {VLLM_CPU_OMP_THREADS_BIND: x}}]",
+        "stage 0: VLLM_CPU_OMP_THREADS_BIND='x' is no list of CPUs",
+    ),
+    "budget": (
+        "stages: [{stage_id: 1, kv_cache_memory_bytes: 2GiB}]",
+        "stage 1: kv_cache_memory_bytes='2GiB' is no number of bytes",
+    ),
+    "no-file": (None, "{file}: No such file or directory"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_plans(
+    fork: Environment, qwen3_tts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Planned]]:
+    """The files, and what the command says of each."""
+    folder = tmp_path_factory.mktemp("bad")
+    files = {name: folder / f"{name}.yaml" for name in BAD_FILES}
+    for name, (text, _) in BAD_FILES.items():
+        if text is not None:
+            files[name].write_text(text)
+    commands = [(True, [qwen3_tts, "--deploy", file]) for file in files.values()]
+    results = run_plans(fork, *commands)
+    return dict(zip(files, zip(files.values(), results, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_file_is_one_line(
+    bad_plans: dict[str, tuple[Path, Planned]], name: str
+) -> None:
+    file, result = bad_plans[name]
+
+    message = BAD_FILES[name][1].format(file=file)
+    assert (result.status, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"vllm kv-budget: error: {message}")
+    assert len(result.stderr.splitlines()) == 1
