@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""When the KV cache of an engine on CPU takes memory: at start-up or on use.
+
+Each engine is a real one with dummy weights, in a process of its own.
+"""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.platforms.test_cpu_kv_cache_allocation import (
+    REFERENCE_ARGUMENTS,
+    REFERENCE_MODEL,
+)
+from vllm import LLM, SamplingParams, envs
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+
+MiB = 1 << 20
+GiB = 1 << 30
+ROOT = Path(__file__).parents[2]
+COMMITS = ("startup", "on-use")
+CORES = sorted(os.sched_getaffinity(0))
+
+# Of 73 blocks one is the null block, a request of 2,048 tokens takes 67 and one of
+# 127 the other 5.
+WHOLE_POOL = 128 * MiB
+BLOCKS = 73
+BLOCK = 7 * MiB // 4
+
+
+def config_with(monkeypatch: pytest.MonkeyPatch, value: str | None) -> VllmConfig:
+    if value is None:
+        monkeypatch.delenv("VLLM_CPU_KVCACHE_COMMIT", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_COMMIT", value)
+    envs.disable_envs_cache()
+    return VllmConfig(
+        cache_config=CacheConfig(kv_cache_memory_bytes=GiB),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+@pytest.mark.parametrize("value", [None, *COMMITS])
+def test_value(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    config_with(monkeypatch, value)
+
+    assert (value or "startup") == envs.VLLM_CPU_KVCACHE_COMMIT
+
+
+@pytest.mark.parametrize("value", ["", "onuse", "ON-USE", "0", "lazy"])
+def test_bad_value_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_COMMIT") as error:
+        config_with(monkeypatch, value)
+
+    assert f"'{value}'" in str(error.value)
+    assert "'startup'" in str(error.value)
+    assert "'on-use'" in str(error.value)
+
+
+def test_compiled_code_does_not_depend_on_it() -> None:
+    assert "VLLM_CPU_KVCACHE_COMMIT" not in envs.compile_factors()
+
+
+def rss_anon(_: Any = None) -> int:
+    """The anonymous memory of this process that is resident, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10
+
+
+def blocks_of(worker: Any) -> list[str]:
+    """A hash of each block of a worker's KV cache, over all layers."""
+    # Layers of other groups lie on the same bytes.
+    caches = {c.data_ptr(): c for c in worker.model_runner.kv_caches}.values()
+    return [
+        hashlib.sha256(
+            b"".join(cache[block].view(torch.int16).numpy() for cache in caches)
+        ).hexdigest()
+        for block in range(BLOCKS)
+    ]
+
+
+def generate(engine: LLM, first_token: int) -> list[Any]:
+    """Fill the whole pool, and return the tokens with their log-probabilities."""
+    prompts = [
+        {"prompt_token_ids": [(first_token + 7 * i) % 500 for i in range(length)]}
+        for length in (96, 2016)
+    ]
+    params = SamplingParams(
+        temperature=0, max_tokens=31, logprobs=1, ignore_eos=True, detokenize=False
+    )
+    outputs = (output.outputs[0] for output in engine.generate(prompts, params))
+    return [
+        [
+            (token, logprobs[token].logprob)
+            for token, logprobs in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+        for output in outputs
+    ]
+
+
+def report(arguments: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Start an engine; report its memory, its log, its outputs and its blocks.
+
+    Returns:
+        rss_anon: bytes by rank, after start-up. lines: what the worker logged.
+        outputs: those of each round, in which requests fill the whole pool.
+        blocks: a hash of each block after each round, by rank.
+    """
+    handler, lines = logging.Handler(), []
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    logging.getLogger("vllm.v1.worker.cpu_worker").addHandler(handler)
+    engine = LLM(**arguments)
+    result = {"rss_anon": engine.collective_rpc(rss_anon), "lines": lines}
+    result |= {"outputs": [], "blocks": []}
+    for number in range(rounds):
+        result["outputs"].append(generate(engine, 1 + 100 * number))
+        result["blocks"].append(engine.collective_rpc(blocks_of))
+    return result
+
+
+def write_model(folder: Path, budget: int, **arguments: Any) -> dict[str, Any]:
+    """Write the reference model and return the arguments of an engine on it."""
+    (folder / "config.json").write_text(json.dumps(REFERENCE_MODEL))
+    model = {"model": str(folder), "kv_cache_memory_bytes": budget}
+    return model | REFERENCE_ARGUMENTS | arguments
+
+
+def forked_report(
+    folder: Path, commit: str, budget: int, rounds: int = 0, **arguments: Any
+) -> dict[str, Any]:
+    """Report on an engine within a forked child."""
+
+    def child() -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_KVCACHE_COMMIT"] = commit
+        envs.disable_envs_cache()
+        sender.send(report(write_model(folder, budget, **arguments), rounds))
+        sys.stdout.flush()
+        os._exit(0)  # the engine's threads do not end by themselves
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=child)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        pytest.fail("the engine ended without a report, see above")
+    finally:
+        process.join()
+
+
+def test_memory_after_startup(tmp_path: Path) -> None:
+    """The engine's own memory is that of one with a small cache, less the cache."""
+    small = forked_report(tmp_path, "startup", WHOLE_POOL)
+    own = small["rss_anon"][0] - WHOLE_POOL
+
+    startup = forked_report(tmp_path, "startup", GiB)
+    on_use = forked_report(tmp_path, "on-use", GiB)
+
+    assert startup["rss_anon"][0] > own + 0.99 * GiB
+    assert startup["rss_anon"][0] > GiB
+    assert on_use["rss_anon"][0] < own + GiB // 4
+    (line,) = (line for line in on_use["lines"] if "for KV cache per rank" in line)
+    assert "1.0 GiB" in line
+    assert "committed on use (VLLM_CPU_KVCACHE_COMMIT=on-use)" in line
+    assert not any("committed on use" in line for line in startup["lines"])
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["no-prefix", "prefix"])
+def test_same_tokens_while_every_block_is_refilled(
+    tmp_path: Path, caching: bool
+) -> None:
+    startup, on_use = (
+        forked_report(
+            tmp_path, commit, WHOLE_POOL, rounds=2, enable_prefix_caching=caching
+        )
+        for commit in COMMITS
+    )
+
+    (first,), (second,) = on_use["blocks"]
+    assert len(first) == BLOCKS
+    # Block 0 is the null block, which no request writes.
+    assert first[0] == second[0] == hashlib.sha256(bytes(BLOCK)).hexdigest()
+    assert first[0] not in first[1:], "not all were filled"
+    assert not set(first[1:]) & set(second[1:]), "not all were filled again"
+    assert on_use["outputs"][0] != on_use["outputs"][1]
+    assert on_use["outputs"] == startup["outputs"]
+    assert on_use["blocks"] == startup["blocks"]
+
+
+@pytest.mark.slow_test
+@pytest.mark.skipif(len(CORES) < 2, reason="two ranks on two cores")
+def test_same_tokens_on_two_ranks(tmp_path: Path) -> None:
+    """Two worker processes, with half the heads and so twice the blocks each."""
+    reports = []
+    for commit in COMMITS:
+        arguments = write_model(tmp_path, GiB, tensor_parallel_size=2)
+        result = subprocess.run(
+            [
+                *(sys.executable, "-m", "tests.platforms.test_cpu_kv_cache_commit"),
+                *(json.dumps(arguments), "2"),
+            ],
+            cwd=ROOT,
+            env=os.environ
+            | {
+                "VLLM_CPU_KVCACHE_COMMIT": commit,
+                "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2])),
+                # What a worker holds is asked by sending it a function.
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        (line,) = re.findall(r"^RESULT (.*)$", result.stdout, re.M)
+        reports.append(json.loads(line))
+
+    startup, on_use = reports
+    for committed, reserved in zip(
+        startup["rss_anon"], on_use["rss_anon"], strict=True
+    ):
+        assert committed > GiB
+        assert reserved < committed - 0.75 * GiB
+    assert len(on_use["blocks"][0]) == 2
+    assert on_use["outputs"] == startup["outputs"]
+    assert on_use["blocks"] == startup["blocks"]
+
+
+if __name__ == "__main__":
+    found = report(json.loads(sys.argv[1]), int(sys.argv[2]))
+    print(f"RESULT {json.dumps(found)}", flush=True)
