@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series packager-series verify worktree refresh stock test test-all test-omni lint bench-build bench-budget matrix upstream-tests pr clean distclean help
+.PHONY: all table install wheel source series packager-series verify worktree refresh stock test test-all test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -98,6 +98,9 @@ bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its f
 bench-budget: install ## what vllm kv-budget takes, and what is used of its plans
 	$(PY) -m benchmarks.kv_budget
 	$(PY) -m benchmarks.kv_budget_peaks
+
+bench-memory: install ## memory, start-up and speed with the KV cache committed on use
+	$(PY) -m benchmarks.memory
 
 clean: ## remove what was built, keep downloads and the environment
 	rm -rf dist $(filter-out build/downloads,$(wildcard build/*))
