@@ -39,12 +39,12 @@ GiB = 1 << 30
 MODES = ("startup", "on-use")
 BUDGETS = (GiB // 2, GiB, 4 * GiB, 8 * GiB)
 SERVED_BUDGETS = (GiB // 4, GiB // 2, GiB, 2 * GiB, 4 * GiB)
-BURST = 16
+BURST = 24
 PASSES = 3
 Record = dict[str, Any]
 
-# 28 layers x 8 KV heads x 128, a talker's: 14 MiB a block of 128 tokens, 8 blocks
-# and so 112 MiB a request of full length.
+# 28 layers x 8 KV heads x 128, a talker's: 14 MiB a block of 128 tokens, 4 blocks
+# and so 56 MiB a request of full length.
 LAYERS, KV_HEADS, HEAD_DIM = 28, 8, 128
 ARGUMENTS: dict[str, Any] = {
     "load_format": "dummy",
@@ -52,11 +52,11 @@ ARGUMENTS: dict[str, Any] = {
     "enforce_eager": True,
     "dtype": "bfloat16",
     "block_size": 128,
-    "max_model_len": 1024,
-    "max_num_batched_tokens": 1024,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
     "max_num_seqs": 2,
 }
-FULL, SHORT = 1000, 100  # tokens of a prompt
+FULL, SHORT = 496, 100  # tokens of a prompt
 
 
 def read_status(pid: int | str = "self") -> dict[str, int]:
@@ -109,9 +109,9 @@ def measure_memory(mode: str, budget: int, caching: bool) -> Record:
     """Return seconds to start, and RssAnon at four points of an engine's life."""
     engine, seconds = make_engine(mode, budget, caching)
     found = {"seconds": seconds, "started": read_status()["RssAnon"]}
-    generate(engine, 0, 1, FULL, 24)
+    generate(engine, 0, 1, FULL, 8)
     found["one request"] = read_status()["RssAnon"]
-    generate(engine, 1, BURST, FULL, 24)
+    generate(engine, 1, BURST, FULL, 8)
     found["burst"] = read_status()["RssAnon"]
     time.sleep(2)
     found["idle"] = read_status()["RssAnon"]
@@ -121,22 +121,18 @@ def measure_memory(mode: str, budget: int, caching: bool) -> Record:
 def measure_speed(mode: str, budget: int, caching: bool) -> Record:
     """Return tokens a second by load, for each pass over the pool."""
     engine, _ = make_engine(mode, budget, caching)
+    generate(engine, 499, 1, 16, 2)  # what only a first request does
     passes = []
     for number in range(PASSES):
         seed = 100 * number
+        at_once = partial(generate, engine)
+        long = at_once(seed + 80, 2, 384, 65) - at_once(seed + 90, 2, 384, 1)
         passes.append(
             {
-                "prefill, full": 8 * FULL / generate(engine, seed, 8, FULL, 1),
-                "prefill, short": 16
-                * SHORT
-                / generate(engine, seed + 10, 48, SHORT, 1),
-                "decode, short": 2 * 128 / generate(engine, seed + 60, 2, 16, 128),
-                "decode, full": 2
-                * 64
-                / (
-                    generate(engine, seed + 70, 2, FULL - 64, 65)
-                    - generate(engine, seed + 80, 2, FULL - 64, 1)
-                ),
+                "prefill, full": 16 * FULL / at_once(seed, 16, FULL, 1),
+                "prefill, short": 48 * SHORT / at_once(seed + 20, 48, SHORT, 1),
+                "decode, short": 2 * 96 / at_once(seed + 70, 2, 16, 96),
+                "decode, full": 2 * 64 / long,
             }
         )
     return {"passes": passes}
@@ -245,8 +241,8 @@ def measure_server(mode: str, budget: int, model: Path) -> Record:
 
 def measure(
     part: str, rounds: Iterable[int], budgets: Iterable[int]
-) -> Iterator[list[Record]]:
-    """Measure a part and yield the records of each round."""
+) -> Iterator[Record]:
+    """Measure a part and yield a record for each engine."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     import tests.platforms.test_cpu_kv_cache_server  # noqa: F401 - once, before forks
@@ -274,15 +270,14 @@ def measure(
                 for caching in (False, True)
             ]
         for number in rounds:
-            records = []
             order = MODES if number % 2 == 0 else MODES[::-1]
             for measure_one, case in cases:
                 for mode in order:
                     load = os.getloadavg()[0]
                     record = {"round": number, "mode": mode, "load": load, **case}
-                    records.append(record | measure_one(mode=mode))
-                    print(f"memory: {part} {records[-1]}", file=sys.stderr, flush=True)
-            yield records
+                    record |= measure_one(mode=mode)
+                    print(f"memory: {part} {record}", file=sys.stderr, flush=True)
+                    yield record
 
 
 def spread(values: Iterable[float], form: str = "{:,.0f}") -> str:
@@ -359,20 +354,25 @@ def show_speed(records: list[Record]) -> None:
     rows = []
     for caching in (False, True):
         chosen = select(records, prefix_caching=caching)
-        startup, on_use = (select(chosen, mode=mode) for mode in MODES)
-        for load in startup[0]["passes"][0] if startup else ():
+        by_round = [select(chosen, round=n) for n in values_of(chosen, "round")]
+        pairs = [
+            [record["passes"] for mode in MODES for record in select(pair, mode=mode)]
+            for pair in by_round
+            if len(pair) == len(MODES)
+        ]
+        for load in pairs[0][0][0] if pairs else ():
             ratios = [
                 [
-                    b[load] / a[load]
-                    for a, b in zip(s["passes"], o["passes"], strict=True)
+                    on_use[load] / startup[load]
+                    for startup, on_use in zip(*pair, strict=True)
                 ]
-                for s, o in zip(startup, on_use, strict=True)
+                for pair in pairs
             ]
             rows.append(
                 (
                     "on" if caching else "off",
                     load,
-                    spread(p[load] for s in startup for p in s["passes"]),
+                    spread(once[load] for startup, _ in pairs for once in startup),
                     spread((ratio[0] for ratio in ratios), "{:.3f}"),
                     spread((r for ratio in ratios for r in ratio[1:]), "{:.3f}"),
                 )
@@ -433,8 +433,9 @@ def main() -> None:
             )
             first = 1 + max((r["round"] for r in records), default=-1)
             budgets = [b for b in DEFAULT_BUDGETS[part] if b + 3 * GiB < free]
-            for found in measure(part, range(first, first + arguments.rounds), budgets):
-                records += found
+            numbers = range(first, first + arguments.rounds)
+            for record in measure(part, numbers, budgets):
+                records.append(record)
                 stored[part] = place() | {"records": records}
                 RESULTS.parent.mkdir(parents=True, exist_ok=True)
                 RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
