@@ -28,7 +28,7 @@ from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 
 MiB = 1 << 20
 GiB = 1 << 30
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMITS = ("startup", "on-use")
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -221,7 +221,7 @@ def test_same_tokens_on_two_ranks(tmp_path: Path) -> None:
         arguments = write_model(tmp_path, GiB, tensor_parallel_size=2)
         result = subprocess.run(
             [
-                *(sys.executable, "-m", "tests.platforms.test_cpu_kv_cache_commit"),
+                *(sys.executable, "-m", "tests.v1.worker.test_cpu_kv_cache_commit"),
                 *(json.dumps(arguments), "2"),
             ],
             cwd=ROOT,
