@@ -41,7 +41,7 @@ wheel: $(VENV)/ready ## build the wheel into dist/
 	@$(TOOL) wheel
 
 verify: $(VENV)/tools ## check where each file of WHEEL=FILE comes from
-	@$(TOOL) verify '$(or $(WHEEL),$(error WHEEL=FILE names the wheel))'
+	@$(TOOL) verify "$${WHEEL:?WHEEL=FILE names the wheel}"
 
 source: $(VENV)/tools ## make the patched source tree (RELEASE=X: of another release)
 	@$(TOOL) source
@@ -50,7 +50,7 @@ series: $(VENV)/tools ## print the patch files of a release (RELEASE=X), in orde
 	@$(TOOL) series
 
 packager-series: $(VENV)/tools ## write the series, the overlay as its last patch, to OUT=DIR
-	@$(TOOL) packager-series '$(or $(OUT),$(error OUT=DIR names the new folder))'
+	@$(TOOL) packager-series "$${OUT:?OUT=DIR names the new folder}"
 
 worktree: $(VENV)/tools ## make a git repository to edit, one commit a patch
 	@$(TOOL) worktree
@@ -102,8 +102,8 @@ bench-budget: install ## what vllm kv-budget takes, and what is used of its plan
 bench-memory: install ## memory, start-up and speed with the KV cache committed on use
 	$(PY) -m benchmarks.memory
 
-clean: ## remove what was built, keep downloads and the environment
-	rm -rf dist $(filter-out build/downloads,$(wildcard build/*))
+clean: ## remove what was built, keep downloads, worktrees and the environment
+	rm -rf dist $(filter-out build/downloads build/worktree-%,$(wildcard build/*))
 
 distclean: ## remove downloads and the environment too
 	rm -rf dist build $(VENV)

@@ -17,8 +17,8 @@ OVERLAY_PATCH = """\
 Subject: [PATCH] [Misc][CPU] Add the modules and tests of the fork
 
 What the fork adds lies in files of its own at the path where they land in
-vLLM's tree: the planner of KV cache budgets, and the tests of the CPU
-platform. As a patch, for those who build from a patched tree.
+vLLM's tree: tests of the CPU platform and, on the release that the fork is
+built from, its modules. As a patch, for those who build from a patched tree.
 
 Origin: vendor
 Forwarded: not-needed

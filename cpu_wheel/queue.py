@@ -104,13 +104,22 @@ def refresh(release: Release, folder: Path, patches: Path = PATCHES) -> list[Pat
     """
     if not (folder / ".git").is_dir():
         raise BuildError(f"{folder} is no worktree; `make worktree` makes one")
-    if git(folder, "status", "--porcelain", "--untracked-files=no"):
-        raise BuildError(f"{folder} has changes that are not committed")
+    if changed_files := git(folder, "status", "--porcelain").splitlines():
+        raise BuildError(f"{folder} has what is not committed: {changed_files[0][3:]}")
+    branch = git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
+    if branch != BRANCH:
+        raise BuildError(f"{folder} is on {branch}, the patches are those of {BRANCH}")
     with tempfile.TemporaryDirectory(prefix=".refresh-", dir=patches) as scratch:
         commits = f"{UPSTREAM}..{BRANCH}"
         git(folder, "format-patch", "--quiet", *FORMAT, "-o", scratch, commits)
         made = sorted(Path(scratch).iterdir())
         content = {path.name: path.read_bytes() for path in made}
+    stems: dict[str, str] = {}
+    for name, patch in content.items():
+        if b"\ndiff --git " not in patch:
+            raise BuildError(f"{name} changes nothing")
+        if (other := stems.setdefault(stem(name), name)) != name:
+            raise BuildError(f"{other} and {name} have subjects that begin alike")
     series = patches / release.series_file.name
     old = [str(path.relative_to(patches)) for path in read_series(series)]
     if release.pinned:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from cpu_wheel import contents, packager, source, wheel
 from cpu_wheel.fetch import fetch, sha256
-from cpu_wheel.pins import ROOT, Release, Settings, load_release
+from cpu_wheel.pins import ROOT, BuildError, Release, Settings, load_release
 
 BUILD = ROOT / "build"
+# The years 1980 to 2107.
+FIRST, LAST = 315532800, 4354819199
 
 
 @contextlib.contextmanager
@@ -80,7 +82,7 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
     wheel.check_host(release.torch)
     native_wheel = fetch(pinned_wheel, settings.cache)
     tree = make_source(settings)
-    epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or tree_epoch(tree))
+    epoch = wheel_epoch(tree)
     key = {
         "tree": tree.name,
         "native wheel": pinned_wheel.sha256,
@@ -109,10 +111,25 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
             log=BUILD / f"{path.name}.log",
             wheel=path,
         )
-    record.write_text(json.dumps(key | {"sha256": sha256(path)}, indent=1))
+    if not settings.tree:
+        record.write_text(json.dumps(key | {"sha256": sha256(path)}, indent=1))
     return path
 
 
-def tree_epoch(tree: Path) -> int:
-    """Return when upstream made the sdist of a tree, in seconds since 1970."""
-    return int((tree / "PKG-INFO").stat().st_mtime)
+def wheel_epoch(tree: Path) -> int:
+    """Return the time of a wheel's members, in seconds since 1970.
+
+    It is SOURCE_DATE_EPOCH, or else when upstream made the sdist of the tree.
+
+    Raises:
+        BuildError: The variable is no time that a zip can hold.
+    """
+    text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if not text:
+        return int((tree / "PKG-INFO").stat().st_mtime)
+    if not text.isascii() or not text.isdigit() or not FIRST <= int(text) <= LAST:
+        raise BuildError(
+            f"SOURCE_DATE_EPOCH={text!r} is not a number of seconds since 1970 that a "
+            f"zip can hold, {FIRST} to {LAST}"
+        )
+    return int(text)

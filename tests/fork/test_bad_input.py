@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from cpu_wheel import steps
 from cpu_wheel import wheel as wheel_module
 from cpu_wheel.pins import BuildError, Release
 from tests.fork.conftest import Run
@@ -206,3 +207,13 @@ def test_the_next_run_works(checkout: Path, run: Run) -> None:
 
     again = run(*COMMAND, "source", "--output", ".", cwd=checkout)
     assert ". exists; name a new folder" in only_line(again)
+
+
+@pytest.mark.parametrize("epoch", ["abc", "-5", "0", "315532799", "4354819200", "1e9"])
+def test_time_that_no_zip_can_hold(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, epoch: str
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)
+
+    with pytest.raises(BuildError, match=f"SOURCE_DATE_EPOCH='{epoch}'"):
+        steps.wheel_epoch(tree)

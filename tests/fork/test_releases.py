@@ -439,14 +439,55 @@ def test_refreshed_series_makes_the_same_worktree(
     assert files(patches) == before
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["checkout", "-q", "-b", "other"], "is on other"),
+        (["checkout", "-q", "--detach"], "is on HEAD"),
+        (["commit", "-q", "--allow-empty", "-m", "Nothing"], "changes nothing"),
+    ],
+)
+def test_refresh_refuses_what_is_no_series(
+    tmp_path: Path, patches: Path, command: list[str], message: str
+) -> None:
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    before = files(patches)
+    queue.git(tree, *command)
+
+    with pytest.raises(BuildError, match=message):
+        queue.refresh(PINNED, tree, patches)
+
+    assert files(patches) == before
+
+
+def test_refresh_refuses_subjects_that_begin_alike(
+    tmp_path: Path, patches: Path
+) -> None:
+    """The number of a patch may change, so it is known by the rest of its name."""
+    tree = tmp_path / "tree"
+    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    before = files(patches)
+    subject = "[Bugfix] Leave the null block out of the maximum concurrency of all"
+    edit(tree, "more\n", "-m", subject)
+
+    with pytest.raises(BuildError, match="begin alike"):
+        queue.refresh(PINNED, tree, patches)
+
+    assert files(patches) == before
+
+
 def test_refresh_refuses_what_is_not_committed(tmp_path: Path, patches: Path) -> None:
     tree = tmp_path / "tree"
     queue.make_worktree(sdist(PINNED), PINNED, tree)
     before = files(patches)
-    (tree / "README.md").write_text("edited")
+    for name in ("README.md", "a-new-file.py"):
+        (tree / name).write_text("edited")
 
-    with pytest.raises(BuildError, match="not committed"):
-        queue.refresh(PINNED, tree, patches)
+        with pytest.raises(BuildError, match=f"not committed: {name}"):
+            queue.refresh(PINNED, tree, patches)
+
+        queue.git(tree, "checkout", "--quiet", ".")
 
     assert files(patches) == before
 

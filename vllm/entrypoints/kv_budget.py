@@ -62,6 +62,11 @@ def make_plan(vllm_config: VllmConfig) -> Plan:
     register_all_kvcache_specs(vllm_config)
     workers = specs_of_all_stages(vllm_config)
     specs = [worker.kv_cache_spec for worker in workers]
+    if any(specs) and not all(specs):
+        raise ValueError(
+            f"pipeline stage {specs.index({})} has no layer with a KV cache, and the "
+            "engine cannot divide a cache so: change VLLM_PP_LAYER_PARTITION"
+        )
     resolve_kv_cache_layout(
         vllm_config,
         [worker.supported_layouts for worker in workers],
@@ -71,6 +76,9 @@ def make_plan(vllm_config: VllmConfig) -> Plan:
     if num_bytes is not None and vllm_config.model_config.original_max_model_len == -1:
         shorten_max_model_len(vllm_config, specs, num_bytes)
     budget = plan_kv_budget(vllm_config, specs)
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if budget is not None and override is not None:
+        num_bytes = override * budget.bytes_per_block
     given = None
     if budget is not None and num_bytes is not None:
         given = plan_allocation(vllm_config, specs, budget, num_bytes)
@@ -110,6 +118,9 @@ def paste_lines(num_bytes: int) -> dict[str, str]:
 
 def source(plan: Plan, given: Allocation) -> str:
     """Return the setting that a given budget comes from."""
+    override = plan.config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        return f"--num-gpu-blocks-override={override}"
     return plan.config.cache_config.kv_cache_memory_setting(given.num_bytes)
 
 
@@ -179,8 +190,8 @@ def describe_given(plan: Plan, budget: KVBudget, given: Allocation) -> Iterator[
     yield f"Given by {source(plan, given)}"
     yield f"  budget         {format_bytes(given.num_bytes)}: {given.num_blocks} blocks"
     yield (
-        f"  at once        {given.num_requests} requests of "
-        f"{budget.max_model_len:,} tokens"
+        f"  room for       {given.num_requests} requests of "
+        f"{budget.max_model_len:,} tokens at once"
     )
     yield (
         f"  engine's log   {given.logged_tokens:,} tokens, "
@@ -235,7 +246,11 @@ def one_line(error: BaseException) -> str:
     """Return the first sentence or so of an error, without pydantic's frame."""
     details = getattr(error, "errors", None)
     if callable(details) and (found := details()):
-        message = str(found[0].get("msg", error)).removeprefix("Value error, ")
+        message = str(found[0].get("msg", error))
+        if not message.startswith("Value error, "):  # then it names nothing
+            name = ".".join(map(str, found[0]["loc"]))
+            message = f"{name}={found[0]['input']!r}: {message}"
+        message = message.removeprefix("Value error, ")
     else:
         message = str(error) or type(error).__name__
     return " ".join(message.split())
@@ -252,7 +267,7 @@ def quiet() -> Iterator[None]:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
     if logger.getEffectiveLevel() > logging.DEBUG:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what fails is said once, by main()
     with (
         open(os.devnull) as nothing,
         contextlib.redirect_stdout(sys.stderr),

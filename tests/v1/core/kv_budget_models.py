@@ -217,6 +217,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+# With layers of both kinds in each of two pipeline stages.
+MODELS["linear-hybrid-twice"] = MODELS["linear-hybrid"] | {
+    "num_hidden_layers": 8,
+    "layer_types": [LINEAR, LINEAR, LINEAR, FULL] * 2,
+}
 
 
 # Those whose engine wants a tokenizer, whatever the prompts are.

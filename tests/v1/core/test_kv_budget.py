@@ -25,7 +25,7 @@ from tests.v1.core.kv_budget_models import (
     qwen3,
     write_model,
 )
-from vllm.v1.core.kv_budget import KVBudget
+from vllm.v1.core.kv_budget import KVBudget, _blocks_beside_watermark
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -166,6 +166,27 @@ def test_draft_layers_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.forked
+def test_a_state_for_each_batch_in_flight(tmp_path: Path) -> None:
+    one = plan(tmp_path / "1", "linear-hybrid-twice")
+    two = plan(tmp_path / "2", "linear-hybrid-twice", pipeline_parallel_size=2)
+
+    mamba = [group for group in two.ranks[0].groups if group.kind == "mamba"]
+    assert len(mamba) == 3
+    assert two.blocks_per_request == one.blocks_per_request + len(mamba)
+    assert two.start_blocks == one.start_blocks
+
+
+@pytest.mark.forked
+def test_a_copy_of_the_block_in_which_a_prefix_ends(tmp_path: Path) -> None:
+    whole = plan(tmp_path / "whole", "linear-hybrid")
+    parts = plan(tmp_path / "parts", "linear-hybrid", prefix_match_unit=32)
+
+    groups = len(whole.ranks[0].groups)
+    assert parts.blocks_per_request == whole.blocks_per_request + groups
+    assert parts.start_blocks == whole.start_blocks
+
+
+@pytest.mark.forked
 def test_one_request_against_256(tmp_path: Path) -> None:
     one = plan(tmp_path / "1", "full", max_num_seqs=1)
     many = plan(tmp_path / "256", "full", max_num_seqs=256)
@@ -255,6 +276,48 @@ def test_json_of_a_given_budget(
     assert given["bytes_above_budget"] == 4 * GiB - 484_442_112
 
 
+@pytest.mark.forked
+def test_number_of_blocks_beats_a_given_budget(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path, MODELS["full"])
+    args = ["--max-model-len", "512", "--max-num-seqs", "2", "--json"]
+    args += ["--kv-cache-memory-bytes", "1G", "--num-gpu-blocks-override", "6"]
+
+    status, output, _ = kv_budget(capfd, model, *args)
+
+    assert status == 0
+    given = json.loads(output)["given"]
+    assert given["source"] == "--num-gpu-blocks-override=6"
+    assert given["num_blocks"] == 6
+    assert given["num_bytes"] == 6 * MiB
+    assert given["num_requests"] == 1
+
+
+@pytest.mark.parametrize("watermark", [0, 0.01, 0.2, 0.5])
+@pytest.mark.parametrize("per_request", [1, 4, 37])
+def test_room_beside_the_watermark(watermark: float, per_request: int) -> None:
+    """As many requests as the planned pool is for, and one less in one block less."""
+    for requests in (2, 3, 8, 100):
+        blocks = _blocks_beside_watermark(1 + requests * per_request, watermark)
+        budget = KVBudget(
+            max_num_seqs=requests,
+            max_model_len=1,
+            ranks=(),
+            blocks_per_request=per_request,
+            start_blocks=1,
+            start_bytes=1,
+            num_blocks=blocks,
+            num_bytes=blocks,
+            watermark=watermark,
+        )
+
+        assert budget.num_requests(blocks) == requests
+        assert budget.num_requests(blocks - 1) == requests - 1
+        assert budget.num_requests(1 + per_request) == 1
+        assert budget.num_requests(0) == 0
+
+
 @pytest.mark.parametrize("num_bytes", [1, 484_442_112, 107374183, 40 * GiB + 1, 3**30])
 def test_the_variable_to_paste_means_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch, num_bytes: int
@@ -309,6 +372,17 @@ REMOTE_CODE = {
 }
 
 
+BLOOM = {
+    "architectures": ["BloomForCausalLM"],
+    "model_type": "bloom",
+    "n_layer": 2,
+    "n_head": 8,
+    "hidden_size": 512,
+    "vocab_size": 512,
+    "seq_length": 2048,
+}
+
+
 @pytest.mark.forked
 @pytest.mark.parametrize(
     ("model", "args", "message"),
@@ -353,6 +427,30 @@ REMOTE_CODE = {
             ["--block-size", "16"],
             "No common block size for 16",
             id="block-size-16",
+        ),
+        pytest.param(
+            MODELS["full"],
+            ["--max-num-seqs", "0"],
+            "max_num_seqs=0: Input should be greater than",
+            id="no-requests",
+        ),
+        pytest.param(
+            MODELS["full"],
+            ["--num-gpu-blocks-override", "4", "--max-model-len", "512"],
+            "--num-gpu-blocks-override=5",
+            id="too-few-blocks",
+        ),
+        pytest.param(
+            qwen3(layers=1),
+            ["--pipeline-parallel-size", "2"],
+            "stage 0 has no layer with a KV cache",
+            id="stage-without-layers",
+        ),
+        pytest.param(
+            BLOOM,
+            [],
+            "BloomForCausalLM computes with numbers while it is built",
+            id="needs-weights",
         ),
     ],
 )

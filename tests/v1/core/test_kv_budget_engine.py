@@ -24,10 +24,12 @@ from tests.v1.core.kv_budget_engine import (
     Run,
     engine_args,
     plan_for,
+    prompt,
     run,
     set_environment,
     start,
 )
+from vllm import SamplingParams
 
 # One of each way to group layers; the rest is slow.
 FAST = ["full", "reference", "mla", "linear-hybrid"]
@@ -260,6 +262,72 @@ def test_watermark_is_planned_for(tmp_path: Path, missing: int) -> None:
 
     assert result.preemptions == 0
     assert (result.running == 4) == (missing == 0)
+
+
+@pytest.mark.slow_test
+@pytest.mark.forked
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_states_of_batches_in_flight(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two stages work on two batches of a prompt, each with a state of its own."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    args = engine_args(
+        tmp_path,
+        "linear-hybrid-twice",
+        pipeline_parallel_size=2,
+        max_model_len=2048,
+        max_num_seqs=1,
+        max_num_batched_tokens=600,
+        # Without a warm-up a pipeline does not run.
+        enforce_eager=False,
+        compilation_config={"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"},
+    )
+    budget = plan_for(args).budget
+    assert budget is not None
+
+    result = run(start(args, budget.num_bytes), "linear-hybrid-twice", 1900)
+
+    assert result.preemptions == 0
+    assert result.peak_blocks == budget.num_blocks - 1
+
+
+@pytest.mark.slow_test
+@pytest.mark.forked
+def test_prefix_that_ends_within_a_block(tmp_path: Path) -> None:
+    """A request that continues another's prompt copies the block that they share."""
+    kind = "linear-hybrid"
+    args = engine_args(
+        tmp_path,
+        kind,
+        prefix_match_unit=32,
+        max_model_len=2048,
+        max_num_seqs=1,
+        max_num_batched_tokens=2048,
+    )
+    budget = plan_for(args).budget
+    assert budget is not None
+    engine = start(args, budget.num_bytes).llm_engine
+    params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+
+    for length in (320, 2040):
+        engine.add_request(str(length), prompt(kind, 0, length), params)
+        for _ in range(20):
+            engine.step()
+        assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.forked
+def test_number_of_blocks_beats_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_environment(monkeypatch, "fit")
+
+    llm = start(engine_args(tmp_path, "full", num_gpu_blocks_override=6), None)
+
+    cache_config = llm.llm_engine.vllm_config.cache_config
+    assert cache_config.num_gpu_blocks == 6
+    assert cache_config.kv_cache_memory_bytes == 6 << 20
 
 
 @pytest.mark.forked

@@ -5,7 +5,7 @@
 A budget is `kv_cache_memory_bytes`: bytes per rank. Every size in here comes from
 the functions by which the engine groups layers, lays out blocks and decides whether
 it can start; what is added is how many requests there are, the null block that the
-block pool keeps for itself, and the slots of drafted tokens.
+block pool keeps for itself, and what a request takes and the engine does not count.
 
 `kv_cache_sizes` knows where each release has these functions.
 """
@@ -13,7 +13,7 @@ block pool keeps for itself, and the slots of drafted tokens.
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm import envs
@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVCacheSpecKind,
     get_kv_cache_spec_kind,
 )
 
@@ -86,6 +87,8 @@ class KVBudget:
     num_bytes: int
     """The budget with which max_num_seqs requests of max_model_len run at once
     and none is preempted."""
+    watermark: float
+    """The share of all blocks that the scheduler keeps free beside a request."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -93,8 +96,10 @@ class KVBudget:
         return max(rank.bytes_per_block for rank in self.ranks)
 
     def num_requests(self, num_blocks: int) -> int:
-        """How many requests of max_model_len run at once in num_blocks blocks."""
-        return max(num_blocks - 1, 0) // self.blocks_per_request
+        """How many requests of max_model_len fit at once into num_blocks blocks."""
+        alone = (num_blocks - 1) // self.blocks_per_request
+        beside = num_blocks - 1 - int(self.watermark * num_blocks)
+        return max(beside // self.blocks_per_request, min(alone, 1), 0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Allocation:
     num_bytes: int
     num_blocks: int
     num_requests: int
-    """Requests of max_model_len that run at once, none preempted."""
+    """Requests of max_model_len for which there is room at once, none preempted."""
     logged_tokens: int
     """As in the engine's log, where the null block counts."""
     logged_concurrency: float
@@ -157,6 +162,25 @@ def _with_room_for_drafts(vllm_config: VllmConfig) -> VllmConfig:
     return config
 
 
+def _uncounted_blocks(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> int:
+    """Return the blocks that a request takes in a group beyond the engine's count."""
+    cache_config = vllm_config.cache_config
+    is_mamba = get_kv_cache_spec_kind(group.kv_cache_spec) is KVCacheSpecKind.MAMBA
+    blocks = 0
+    if is_mamba and cache_config.mamba_cache_mode == "align":
+        # The engine counts the states of one batch, a pipeline has more in flight.
+        blocks += vllm_config.max_concurrent_batches - 1
+    if cache_config.enable_prefix_caching and cache_config.prefix_match_unit:
+        blocks += 1  # a copy of the block in which a prefix ends
+    return blocks
+
+
+def _blocks_per_request(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """Return the blocks that a request of max_model_len may hold at once."""
+    uncounted = sum(_uncounted_blocks(vllm_config, group) for group in groups)
+    return _needed_blocks(_with_room_for_drafts(vllm_config), groups) + uncounted
+
+
 def _describe_group(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> LayerGroup:
     # A pipeline stage may have no layer of a group, whose blocks then hold nothing.
     bytes_per_block = pool_bytes_per_block(vllm_config, [group])
@@ -164,7 +188,7 @@ def _describe_group(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> LayerGr
         kind=get_kv_cache_spec_kind(group.kv_cache_spec).value,
         num_layers=len(group.layer_names),
         block_size=group.kv_cache_spec.block_size,
-        blocks_per_request=_needed_blocks(vllm_config, [group])
+        blocks_per_request=_blocks_per_request(vllm_config, [group])
         if bytes_per_block
         else 0,
     )
@@ -208,7 +232,6 @@ def plan_kv_budget(
     if not any(kv_cache_specs):
         return None
     config = _planning_config(vllm_config)
-    roomy = _with_room_for_drafts(config)
     ranks = []
     start_bytes = 0
     groups_of_ranks = _plan_groups(config, kv_cache_specs)
@@ -216,8 +239,8 @@ def plan_kv_budget(
         rank = RankBudget(
             bytes_per_block=pool_bytes_per_block(config, groups),
             bytes_per_token=_bytes_per_token(specs),
-            groups=tuple(_describe_group(roomy, group) for group in groups),
-            blocks_per_request=_needed_blocks(roomy, groups),
+            groups=tuple(_describe_group(config, group) for group in groups),
+            blocks_per_request=_blocks_per_request(config, groups),
         )
         ranks.append(rank)
         start_blocks = 1 + _needed_blocks(config, groups)
@@ -226,9 +249,9 @@ def plan_kv_budget(
     largest_block = max(rank.bytes_per_block for rank in ranks)
     blocks_per_request = max(rank.blocks_per_request for rank in ranks)
     scheduler_config = config.scheduler_config
+    watermark = scheduler_config.watermark if scheduler_config.max_num_seqs > 1 else 0
     num_blocks = _blocks_beside_watermark(
-        1 + scheduler_config.max_num_seqs * blocks_per_request,
-        scheduler_config.watermark if scheduler_config.max_num_seqs > 1 else 0,
+        1 + scheduler_config.max_num_seqs * blocks_per_request, watermark
     )
     return KVBudget(
         max_num_seqs=scheduler_config.max_num_seqs,
@@ -239,6 +262,7 @@ def plan_kv_budget(
         start_bytes=start_bytes,
         num_blocks=num_blocks,
         num_bytes=num_blocks * largest_block,
+        watermark=scheduler_config.watermark,
     )
 
 
@@ -255,6 +279,8 @@ def plan_allocation(
 
     """
     config = _planning_config(vllm_config)
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    config.cache_config.num_gpu_blocks_override = override
     configs: list[KVCacheConfig] = get_kv_cache_configs(
         config, kv_cache_specs, num_bytes
     )
@@ -286,7 +312,12 @@ def longest_model_len(
     lengths = []
     for groups in _plan_groups(config, kv_cache_specs):
         bytes_per_block = pool_bytes_per_block(config, groups)
-        blocks_per_request = (num_bytes // bytes_per_block - 1) // num_requests
+        num_blocks = num_bytes // bytes_per_block
+        watermark = config.scheduler_config.watermark if num_requests > 1 else 0
+        usable = num_blocks - 1 - int(watermark * num_blocks)
+        blocks_per_request = usable // num_requests - sum(
+            _uncounted_blocks(config, group) for group in groups
+        )
         lengths.append(
             estimate_max_model_len(
                 _with_room_for_drafts(config),
@@ -349,6 +380,16 @@ def fit_kv_cache(
     budget = plan_kv_budget(vllm_config, kv_cache_specs)
     if budget is None:
         return
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        logger.warning(
+            "num_gpu_blocks_override=%d decides, not VLLM_CPU_KVCACHE_SPACE=fit, which "
+            "would take %d blocks.",
+            override,
+            budget.num_blocks,
+        )
+        num_bytes = override * budget.bytes_per_block
+        budget = replace(budget, num_blocks=override, num_bytes=num_bytes)
     nodes = collective_rpc(_adopt_budget, args=(budget.num_bytes,))
     ranks_by_node = Counter(node for node, _ in nodes)
     # Ranks of one node may see its memory at slightly different times.

@@ -66,8 +66,17 @@ class NoWeightsLoader(BaseModelLoader):
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
-        with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
-            return self.create_model(vllm_config, model_config, prefix)
+        try:
+            with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
+                return self.create_model(vllm_config, model_config, prefix)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ValueError(
+                f"{model_config.architecture} computes with numbers while it is built, "
+                "so it cannot be planned without weights; start the engine with "
+                f"VLLM_CPU_KVCACHE_SPACE=fit, whose log says the budget ({error})"
+            ) from error
 
 
 class LonelyGroup(parallel_state.GroupCoordinator):
