@@ -68,6 +68,9 @@ def test_same_core_number_on_two_nodes() -> None:
             id="three-on-two",
         ),
         pytest.param([1, 3], {0: 2, 1: 6}, ["0-1", "2-7"], [0, 1], id="uneven-nodes"),
+        pytest.param(
+            [10, 1, 1], {0: 1, 1: 3}, ["1-2", "0", "3"], [1, 0, 1], id="full-node"
+        ),
         pytest.param([1, 1], {0: 1, 1: 0, 2: 1}, ["0", "1"], [0, 2], id="empty-node"),
     ],
 )
@@ -222,8 +225,11 @@ def test_nested_layout() -> None:
     before = "platforms: {cpu: {stages: [{stage_id: 0, engine_args: {a: 1}}]}}"
     plan = StagePlan(stage(0), GiB, "because", None, ((0, 1), (2,)), (0, 0))
 
-    document = YAML(typ="safe").load(written(before, plan))
+    text = written(before, plan)
+    document = YAML(typ="safe").load(text)
 
+    # A comment inside of braces would end the line in them.
+    assert "{" not in text
     assert document["platforms"]["cpu"]["stages"][0] == {
         "stage_id": 0,
         "engine_args": {"a": 1, "kv_cache_memory_bytes": GiB},

@@ -576,7 +576,9 @@ def write_section(document: Any, deploy: DeployPlan) -> None:
         "cpu",
         f"KV caches of all ranks: {short(total)}; left to the front end: {left}",
     )
-    if not cpu.get("stages"):
+    if cpu.get("stages"):
+        cpu["stages"].fa.set_block_style()
+    else:
         cpu["stages"] = []
     entries = {entry["stage_id"]: entry for entry in cpu["stages"]}
     for plan in deploy.stages:
