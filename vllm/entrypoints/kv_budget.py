@@ -65,7 +65,7 @@ def make_plan(vllm_config: VllmConfig) -> Plan:
     if any(specs) and not all(specs):
         raise ValueError(
             f"pipeline stage {specs.index({})} has no layer with a KV cache, and the "
-            "engine cannot divide a cache so: change VLLM_PP_LAYER_PARTITION"
+            "engine cannot divide a cache so: fewer stages, or another partition"
         )
     resolve_kv_cache_layout(
         vllm_config,

@@ -430,9 +430,9 @@ BLOOM = {
         ),
         pytest.param(
             MODELS["full"],
-            ["--max-num-seqs", "0"],
-            "max_num_seqs=0: Input should be greater than",
-            id="no-requests",
+            ["--block-size", "0"],
+            "block_size=0: Input should be greater than 0",
+            id="block-size-0",
         ),
         pytest.param(
             MODELS["full"],
@@ -443,7 +443,7 @@ BLOOM = {
         pytest.param(
             qwen3(layers=1),
             ["--pipeline-parallel-size", "2"],
-            "stage 0 has no layer with a KV cache",
+            "stage 1 has no layer with a KV cache",
             id="stage-without-layers",
         ),
         pytest.param(
