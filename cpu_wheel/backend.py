@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from cpu_wheel.__main__ import main
 from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
-from cpu_wheel.wheel import wheel_name
 
 
 def get_requires_for_build_wheel(
@@ -31,6 +30,8 @@ def build_wheel(
     metadata_directory: str | None = None,
 ) -> str:
     """Build the wheel into a folder and return its file name (PEP 517)."""
+    from cpu_wheel.wheel import wheel_name
+
     if status := main(["wheel", "--dist-dir", wheel_directory]):
         sys.exit(status)
     return wheel_name(load_release(Settings.from_environment().release).wheel_version)
