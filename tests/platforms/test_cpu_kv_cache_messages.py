@@ -90,6 +90,7 @@ def run_engine(
 
     Returns:
         What it answered, the error that it did not start with, and what it logged.
+
     """
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)

@@ -7,7 +7,6 @@ until it answers, asks it over HTTP and ends it with SIGTERM.
 """
 
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+import regex as re
 
 from tests.platforms.test_cpu_kv_cache_allocation import (
     REFERENCE_ARGUMENTS,
