@@ -89,7 +89,7 @@ upstream-tests: install ## compare upstream's own tests on stock and patched
 	$(PY) -m checks.upstream_tests
 
 pr: install stock ## write the pull request to build/pr/ and run upstream's hooks
-	@$(PY) -m pip install --quiet -c constraints.txt --group pull-request
+	@$(PY) -m pip install --quiet -c constraints.txt --group upstream-tests --group pull-request
 	$(PY) -m checks.pr
 
 bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files
