@@ -15,14 +15,17 @@ from cpu_wheel.fetch import sha256
 from cpu_wheel.pins import ROOT, BuildError, Release
 from tests.fork.conftest import Run
 
-# Loads the kernels as a host with these features would, calls one, and generates.
+# Loads the kernels as a host with these features and a build without these modules
+# would, calls one, and generates.
 GENERATE = """
 import json, os, sys, tempfile
 from pathlib import Path
-avx512, bf16 = json.loads(sys.argv[1])
+avx512, bf16, amx = json.loads(sys.argv[1])
 import torch
 torch.cpu._is_avx512_supported = lambda: avx512
 torch.cpu._is_avx512_bf16_supported = lambda: bf16
+torch.cpu._is_amx_tile_supported = lambda: amx
+sys.modules |= dict.fromkeys(sys.argv[2:])
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from tests.platforms.test_cpu_kv_cache_allocation import reference_engine
 from vllm import SamplingParams
@@ -71,31 +74,57 @@ def test_vllm_command_starts(run: Run) -> None:
     assert result.stdout.split()[-1] == "0.32.0+cpu.kv1"
 
 
+AVX512, BF16, AMX = "avx512f", "avx512_bf16", "amx_tile"
+
+
 @pytest.mark.parametrize(
-    ("features", "module"),
+    ("features", "not_built", "module"),
     [
-        pytest.param((False, False), "_C_AVX2.abi3.so", id="avx2"),
-        pytest.param((True, False), "_C_AVX512.abi3.so", id="avx512"),
-        pytest.param((True, True), "_C.abi3.so", id="avx512-bf16"),
+        pytest.param([], [], "_C_AVX2", id="avx2"),
+        pytest.param([AVX512], [], "_C_AVX512", id="avx512"),
+        pytest.param([AVX512, BF16], [], "_C", id="avx512-bf16"),
+        pytest.param([AVX512, BF16], ["_C"], "_C_AVX512", id="no-amx-built"),
+        pytest.param(
+            [AVX512, BF16, AMX], ["_C", "_C_AVX512"], "_C_AVX2", id="only-avx2"
+        ),
     ],
 )
 def test_kernels_of_every_variant(
-    features: tuple[bool, bool], module: str, run: Run
+    features: list[str], not_built: list[str], module: str, run: Run
 ) -> None:
-    needed = ["avx2"] + features[0] * ["avx512f"] + features[1] * ["avx512_bf16"]
-    missing = set(needed) - set(Path("/proc/cpuinfo").read_text().split())
+    """The best variant that was built; nothing asks it for what only a better has."""
+    needed = {"_C": {AVX512, BF16}, "_C_AVX512": {AVX512}, "_C_AVX2": {"avx2"}}[module]
+    missing = needed - set(Path("/proc/cpuinfo").read_text().split())
     if missing:
         pytest.skip(f"this host lacks {missing}, so it never loads {module}")
     result = run(
-        "python", "-c", GENERATE, json.dumps(features), cwd=ROOT, env={"PYTHONPATH": ""}
+        *("python", "-c", GENERATE),
+        json.dumps([feature in features for feature in (AVX512, BF16, AMX)]),
+        *(f"vllm.{name}" for name in not_built),
+        cwd=ROOT,
+        env={"PYTHONPATH": ""},
     )
     assert result.returncode == 0, result.stderr[-2000:]
     (line,) = [line for line in result.stdout.splitlines() if "RESULT" in line]
     report = json.loads(line.partition("RESULT ")[2])
-    assert report["loaded"] == [module]
+    assert report["loaded"] == [f"{module}.abi3.so"]
     assert len(report["tokens"]) == 8
     assert report["error"] < 0.01
     assert report["triton"] is False
+    said = f"vllm.{module} has the best CPU kernels of this build"
+    assert (said in result.stdout + result.stderr) == bool(not_built)
+
+
+def test_build_without_kernels_says_so(run: Run) -> None:
+    modules = [f"vllm.{name}" for name in ("_C", "_C_AVX512", "_C_AVX2")]
+    result = run(
+        *("python", "-c", GENERATE, "[true, true, false]", *modules),
+        cwd=ROOT,
+        env={"PYTHONPATH": ""},
+    )
+    assert result.returncode != 0
+    said = f"There are no CPU kernels: none of {', '.join(modules)} can be imported"
+    assert said in result.stdout + result.stderr
 
 
 @pytest.fixture
