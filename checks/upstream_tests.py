@@ -209,19 +209,12 @@ def good(result: dict[str, Any]) -> bool:
 
 
 def store(version: str, release: dict[str, Any]) -> None:
-    """Put the results of a release into the stored ones.
-
-    Suites that were run earlier stay if the patches and tests are the same.
-    """
+    """Put the results of a release into the stored ones; other suites' stay."""
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"releases": {}}
-    before = stored["releases"].get(version, {})
-    if before.get("source") == release["source"]:
-        release["suites"] = {
-            suite: release["suites"].get(suite) or before["suites"][suite]
-            for suite in SUITES
-            if suite in release["suites"] or suite in before["suites"]
-        }
-    stored["releases"][version] = release
+    before = stored["releases"].get(version, {"suites": {}})
+    suites = before["suites"] | release["suites"]
+    ordered = {suite: suites[suite] for suite in SUITES if suite in suites}
+    stored["releases"][version] = release | {"suites": ordered}
     stored["releases"] = dict(sorted(stored["releases"].items()))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(stored | place(), indent=1) + "\n")
@@ -235,9 +228,10 @@ def check(version: str, suites: list[str]) -> dict[str, Any]:
     unpack_tests(fetch(release.sdist, settings.cache), tests)
     what, builds = sides(settings, tests)
     results: dict[str, Any] = {}
-    compared = {"compared": what, "source": steps.source_key(release)}
+    compared = {"compared": what}
     for suite in suites:
-        results[suite] = judge(tests, builds, suite)
+        result = judge(tests, builds, suite)
+        results[suite] = {"source": steps.source_key(release)} | result
         store(version, compared | {"suites": dict(results)})
     return compared | {"suites": results}
 

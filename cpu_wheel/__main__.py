@@ -16,7 +16,15 @@ environment variables, read by every command and by setup.py, pip and CMake:
   CPU_WHEEL_NATIVE_WHEEL  the wheel whose native modules are used; likewise
   CPU_WHEEL_TREE          a tree that is patched already; then no sdist is needed
   CPU_WHEEL_CACHE         the folder of downloads (default: build/downloads)
+  VLLM_USE_PRECOMPILED    0: compile the native modules (default: 1)
   SOURCE_DATE_EPOCH       the time of the wheel's members (default: the sdist's)
+
+when the native modules are compiled, upstream's build reads these too, among others:
+  CC, CXX                         the compiler; on x86 g++ 12.3 or newer
+  FETCHCONTENT_SOURCE_DIR_ONEDNN  oneDNN's source tree; then no network is touched
+  VLLM_CPU_X86_VARIANTS           some of amx,avx512,avx2 (default: all three)
+  VLLM_CPU_BUNDLE_TCMALLOC        1: put the host's tcmalloc into the wheel (default: 0)
+  CMAKE_ARGS, MAX_JOBS            more options of CMake; how many jobs at once
 
 exit status: 0 done, 1 an error that is said in one line, 2 wrong usage, 130 interrupted
 """
@@ -95,7 +103,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     # What is not in the standard library is imported in here, so that main() can
     # say what is missing.
-    from cpu_wheel import contents, install, packager, queue, releases, steps
+    from cpu_wheel import contents, install, packager, queue, steps
     from cpu_wheel.fetch import fetch
 
     settings = Settings.from_environment()
@@ -120,11 +128,14 @@ def run(arguments: argparse.Namespace) -> None:
                 steps.make_wheel(settings, arguments.dist_dir.absolute())
             )
         case "verify":
+            compiled = contents.compiled_with(contents.read_sbom(arguments.wheel))
             kinds, wrong = contents.verify(
                 arguments.wheel,
                 release,
                 sdist=fetch(release.sdist, settings.cache),
-                native_wheel=fetch(release.native_wheel, settings.cache),
+                native_wheel=(
+                    None if compiled else fetch(release.native_wheel, settings.cache)
+                ),
                 tree=steps.make_source(settings),
             )
             for kind, count in kinds.most_common():
@@ -145,6 +156,8 @@ def run(arguments: argparse.Namespace) -> None:
             for path in queue.refresh(release, folder):
                 print(path)
         case "add-release":
+            from cpu_wheel import releases
+
             print(releases.add(arguments.version, settings.cache))
         case "stock":
             folder = steps.BUILD / f"stock-{release.version}"

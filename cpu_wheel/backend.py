@@ -34,7 +34,10 @@ def build_wheel(
 
     if status := main(["wheel", "--dist-dir", wheel_directory]):
         sys.exit(status)
-    return wheel_name(load_release(Settings.from_environment().release).wheel_version)
+    settings = Settings.from_environment()
+    return wheel_name(
+        load_release(settings.release).wheel_version, settings.precompiled
+    )
 
 
 def build_sdist(

@@ -4,11 +4,13 @@
 import base64
 import csv
 import hashlib
+import json
 import re
 import tarfile
 import uuid
 import zipfile
 from collections import Counter
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from cpu_wheel.pins import PATCHES, ROOT, Archive, BuildError, Release
 GENERATED = ("vllm/_version.py",)
 DIST_INFO = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")
 SBOM = "sboms/vllm.cdx.json"
+# What is compiled whatever the variants of the kernels.
+COMPILED_MODULES = ("spinloop", "fs_io_C")
 
 
 def sha256_component(kind: ComponentType, name: str, digest: str) -> Component:
@@ -50,7 +54,51 @@ def overlay_digest(release: Release) -> str:
     return digest.hexdigest()
 
 
-def make_sbom(release: Release, epoch: int) -> bytes:
+def native_wheel_component(release: Release) -> Component:
+    return archive_component(release.native_wheel, release.version)
+
+
+def compiled_component(name: str, version: str, digest: str | None) -> Component:
+    """Return what native modules were compiled with; the digest is of its files."""
+    component = Component(
+        type=ComponentType.LIBRARY if digest else ComponentType.APPLICATION,
+        name=name,
+        version=version,
+        bom_ref=name,
+    )
+    if digest:
+        component.hashes.add(HashType(alg=HashAlgorithm.SHA_256, content=digest))
+    return component
+
+
+def read_sbom(wheel: Path) -> bytes:
+    """Return the bill of materials of a wheel, empty if it has none."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(SBOM)]
+            return archive.read(names[0]) if names else b""
+    except zipfile.BadZipFile:
+        return b""
+
+
+def compiled_with(sbom: bytes) -> list[Component]:
+    """Return with what a wheel's native modules were compiled, if they were."""
+    try:
+        items = json.loads(sbom)["components"]
+        return [
+            compiled_component(
+                item["name"],
+                item["version"],
+                item["hashes"][0]["content"] if "hashes" in item else None,
+            )
+            for item in items
+            if item["name"] == "oneDNN" or item["name"].startswith("compiler: ")
+        ]
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+def make_sbom(release: Release, epoch: int, native: Iterable[Component]) -> bytes:
     """Return the bill of materials of a release's wheel, as CycloneDX JSON (PEP 770).
 
     The same inputs give the same bytes: its time is the epoch, and its serial number
@@ -59,10 +107,11 @@ def make_sbom(release: Release, epoch: int) -> bytes:
     Args:
         release: The release.
         epoch: The time of the wheel's members, in seconds since 1970.
+        native: Where the native modules come from.
     """
     components = [
         archive_component(release.sdist, release.version),
-        archive_component(release.native_wheel, release.version),
+        *native,
         *(
             sha256_component(
                 ComponentType.FILE,
@@ -73,7 +122,10 @@ def make_sbom(release: Release, epoch: int) -> bytes:
         ),
         sha256_component(ComponentType.FILE, "overlay", overlay_digest(release)),
     ]
-    names = "\n".join(f"{c.name} {next(iter(c.hashes)).content}" for c in components)
+    names = "\n".join(
+        f"{c.name} {next(iter(c.hashes)).content if c.hashes else c.version}"
+        for c in components
+    )
     bom = Bom(
         components=components,
         serial_number=uuid.uuid5(uuid.NAMESPACE_URL, names),
@@ -96,7 +148,7 @@ def record(name: str, content: bytes) -> tuple[str, str, str]:
 
 
 def verify(
-    wheel: Path, release: Release, sdist: Path, native_wheel: Path, tree: Path
+    wheel: Path, release: Release, sdist: Path, native_wheel: Path | None, tree: Path
 ) -> tuple[Counter[str], list[str]]:
     """Check each file of a wheel against what it is made from.
 
@@ -104,7 +156,8 @@ def verify(
         wheel: The wheel.
         release: The release that it claims to be.
         sdist: Upstream's sources, verified.
-        native_wheel: The wheel of the native modules, verified.
+        native_wheel: The wheel of the native modules, verified; None if they were
+            compiled: then they are what RECORD says.
         tree: The patched tree.
 
     Returns:
@@ -147,22 +200,24 @@ class Sources:
     """Where each file of a release's wheel comes from."""
 
     def __init__(
-        self, release: Release, sdist: Path, native_wheel: Path, tree: Path
+        self, release: Release, sdist: Path, native_wheel: Path | None, tree: Path
     ) -> None:
         self.release = release
         self.tree = tree
+        self.native: dict[str, bytes] = {}
         with tarfile.open(sdist) as archive:
             self.upstream = {
                 member.name.partition("/")[2]: archive.extractfile(member).read()  # type: ignore[union-attr]
                 for member in archive
                 if member.isfile()
             }
-        with zipfile.ZipFile(native_wheel) as archive:
-            self.native = {
-                name: archive.read(name)
-                for name in archive.namelist()
-                if name.endswith(".so")
-            }
+        if native_wheel:
+            with zipfile.ZipFile(native_wheel) as archive:
+                self.native = {
+                    name: archive.read(name)
+                    for name in archive.namelist()
+                    if name.endswith(".so")
+                }
         self.patches: dict[str, list[str]] = {}
         for patch in release.series:
             for file in re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.M):
@@ -180,6 +235,8 @@ class Sources:
         name = name.replace(f"{info}licenses/", "")
         if name in self.native:
             return "the native wheel", self.native[name]
+        if not self.native and re.fullmatch(r"vllm/[^/]+\.so", name):
+            return "compiled, as in RECORD", None
         if name in self.overlay:
             return "the overlay", (ROOT / name).read_bytes()
         if name in self.patches and (self.tree / name).is_file():
@@ -195,11 +252,17 @@ class Sources:
             epoch = datetime.fromisoformat(time[1].decode()).timestamp() if time else 0
         except ValueError:
             epoch = 0
-        return make_sbom(self.release, int(epoch))
+        native = (
+            [native_wheel_component(self.release)]
+            if self.native
+            else compiled_with(content)
+        )
+        return make_sbom(self.release, int(epoch), native)
 
     def modules(self) -> list[str]:
         """Return the modules that a wheel must have."""
-        files = {*self.upstream, *self.overlay, *self.patches, *self.native}
+        native = self.native or [f"vllm/{name}.abi3.so" for name in COMPILED_MODULES]
+        files = {*self.upstream, *self.overlay, *self.patches, *native}
         return sorted(
             name
             for name in files

@@ -68,9 +68,9 @@ class Release:
         """
         if self.published_native_wheel is None:
             raise BuildError(
-                f"release {self.version} has no native wheel in upstream.toml, so no "
-                "wheel can be built from it; `python -m cpu_wheel source` makes its "
-                "patched tree"
+                f"release {self.version} has no native wheel in upstream.toml, so its "
+                "modules must be compiled: set VLLM_USE_PRECOMPILED=0; "
+                "`python -m cpu_wheel source` makes its patched tree"
             )
         return self.published_native_wheel
 
@@ -83,20 +83,30 @@ class Settings:
         release: CPU_WHEEL_RELEASE, the vLLM release (default: the pinned one).
         cache: CPU_WHEEL_CACHE, the folder of downloads (default: build/downloads).
         tree: CPU_WHEEL_TREE, a tree that is patched already (default: none).
+        precompiled: VLLM_USE_PRECOMPILED, whether the native modules come from the
+            native wheel (default) or are compiled.
     """
 
     release: str | None = None
     cache: Path = ROOT / "build" / "downloads"
     tree: Path | None = None
+    precompiled: bool = True
 
     @classmethod
     def from_environment(cls) -> "Settings":
         cache = os.environ.get("CPU_WHEEL_CACHE")
         tree = os.environ.get("CPU_WHEEL_TREE")
+        precompiled = os.environ.get("VLLM_USE_PRECOMPILED", "").strip().lower()
+        if precompiled not in ("", "0", "1", "false", "true"):
+            raise BuildError(
+                f"VLLM_USE_PRECOMPILED={precompiled!r}: expected 1, to take the native "
+                "modules from the native wheel, or 0, to compile them"
+            )
         return cls(
             release=os.environ.get("CPU_WHEEL_RELEASE") or None,
             cache=Path(cache).absolute() if cache else cls.cache,
             tree=Path(tree).absolute() if tree else None,
+            precompiled=precompiled not in ("0", "false"),
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2
 from packaging.version import Version
 
-from cpu_wheel import fetch, source
+from cpu_wheel import download, fetch, source
 from cpu_wheel.pins import PATCHES, ROOT, Archive, BuildError, read_pins, read_series
 
 
@@ -70,10 +70,10 @@ def obtain(like: dict[str, str], old: str, new: str, cache: Path) -> dict[str, s
     name = like["file"].replace(f"-{old}", f"-{new}", 1)
     archive = Archive(like["project"], name, sha256="", setting="")
     cache.mkdir(parents=True, exist_ok=True)
-    for _, finder in fetch.finders() if not (cache / name).exists() else ():
+    for _, finder in download.finders() if not (cache / name).exists() else ():
         with contextlib.suppress(httpx2.HTTPError, EOFError):
-            if link := fetch.find(finder, archive):
-                fetch.stream(finder, link, cache / f".{name}")
+            if link := download.find(finder, archive):
+                download.stream(finder, link, cache / f".{name}")
                 (cache / f".{name}").replace(cache / name)
                 break
     if not (cache / name).exists():

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from cpu_wheel.pins import ROOT, BuildError
 
-OVERLAY = ("vllm", "tests")
+OVERLAY = ("vllm/**/*.py", "tests/**/*.py", "licenses/*.txt")
 # What tests the fork itself is not part of what upstream's tree gets.
 NOT_OVERLAY = ("tests/fork/",)
-# The only part that is not written against the pinned release's engine alone.
-OVERLAY_OF_EVERY_RELEASE = "tests/platforms/"
+# The only parts that are not written against the pinned release's engine alone.
+OVERLAY_OF_EVERY_RELEASE = ("tests/platforms/", "licenses/")
 
 
 def unpack(sdist: Path, destination: Path) -> None:
@@ -130,8 +130,8 @@ def overlay_files(pinned: bool) -> list[Path]:
         pinned: Whether the tree is that of the pinned release.
     """
     files = []
-    for top in OVERLAY:
-        for path in sorted((ROOT / top).rglob("*.py")):
+    for pattern in OVERLAY:
+        for path in sorted(ROOT.glob(pattern)):
             relative = path.relative_to(ROOT)
             name = relative.as_posix()
             if name.startswith(NOT_OVERLAY):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpu_wheel import contents, packager, source, wheel
+from cpu_wheel import compiled, contents, packager, source, wheel
 from cpu_wheel.fetch import fetch, sha256
 from cpu_wheel.pins import ROOT, BuildError, Release, Settings, load_release
 
@@ -78,6 +78,13 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
         BuildError: The host or an input is not what it must be.
     """
     release = load_release(settings.release)
+    if not settings.precompiled:
+        compiled.check_host()
+        tree = make_source(settings)
+        path = dist / wheel.wheel_name(release.wheel_version, precompiled=False)
+        with step(f"compile {path.name} with upstream's setup.py"):
+            compiled.build(tree, release, wheel_epoch(tree), BUILD, path)
+        return path
     pinned_wheel = release.native_wheel
     wheel.check_host(release.torch)
     native_wheel = fetch(pinned_wheel, settings.cache)
@@ -107,7 +114,9 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
             native_wheel=native_wheel,
             version=release.wheel_version,
             epoch=epoch,
-            sbom=contents.make_sbom(release, epoch),
+            sbom=contents.make_sbom(
+                release, epoch, [contents.native_wheel_component(release)]
+            ),
             log=BUILD / f"{path.name}.log",
             wheel=path,
         )

@@ -2,18 +2,23 @@
 """Hand a patched tree to upstream's own build, and check what comes out."""
 
 import concurrent.futures
+import contextlib
 import ctypes
 import email
 import importlib.metadata
 import os
+import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from cpu_wheel import contents
@@ -22,7 +27,7 @@ from cpu_wheel.pins import BuildError
 # What is true of the pinned native modules: two use the limited API of 3.11, all
 # use symbols of glibc 2.28 at most. libnuma and libtorch stay outside (README).
 PYTHON_TAG = "cp311"
-PLATFORM_TAG = "manylinux_2_28_x86_64"
+PRECOMPILED_TAG = "manylinux_2_28_x86_64"
 NATIVE_MODULES = ("_C", "_C_AVX512", "_C_AVX2", "spinloop", "fs_io_C")
 # What upstream's setup.py imports or runs, and what writes the bill of materials.
 BUILD_TOOLS = (
@@ -32,6 +37,10 @@ BUILD_TOOLS = (
     "wheel",
     "cyclonedx-python-lib",
 )
+
+
+# How often a compilation is looked at.
+PROGRESS_SECONDS = 20
 
 
 def check_host(torch: str) -> None:
@@ -50,16 +59,25 @@ def check_host(torch: str) -> None:
             "libnuma.so.1 is missing, without which vLLM has no CPU kernels: install "
             "libnuma1 (Debian, Ubuntu), numactl-libs (Fedora) or libnuma (conda-forge)"
         ) from None
+    check_tools()
+    if (found := installed_version("torch")) != torch:
+        raise BuildError(
+            f"torch {found or 'none'} is installed for {sys.executable}, {torch} is "
+            "needed: run `python -m cpu_wheel torch`"
+        )
+
+
+def check_tools() -> None:
+    """Check that what upstream's setup.py imports is installed.
+
+    Raises:
+        BuildError: Something is missing; names what, and how to get it.
+    """
     missing = [name for name in BUILD_TOOLS if not installed_version(name)]
     if missing:
         raise BuildError(
             f"{', '.join(missing)} not installed for {sys.executable}: run "
             "`pip install --group build`, or `make` for an environment of its own"
-        )
-    if (found := installed_version("torch")) != torch:
-        raise BuildError(
-            f"torch {found or 'none'} is installed for {sys.executable}, {torch} is "
-            "needed: run `python -m cpu_wheel torch`"
         )
 
 
@@ -71,16 +89,22 @@ def installed_version(project: str) -> str | None:
         return None
 
 
-def wheel_name(version: str) -> str:
+def platform_tag(precompiled: bool) -> str:
+    """Return the platform that a wheel is for; what is compiled here runs here."""
+    if precompiled:
+        return PRECOMPILED_TAG
+    return re.sub("[-.]", "_", sysconfig.get_platform())
+
+
+def wheel_name(version: str, precompiled: bool = True) -> str:
     """Return the file name of the wheel of a version such as 0.32.0+cpu.kv1."""
-    return f"vllm-{version}-{PYTHON_TAG}-abi3-{PLATFORM_TAG}.whl"
+    return f"vllm-{version}-{PYTHON_TAG}-abi3-{platform_tag(precompiled)}.whl"
 
 
-def build_environment(native_wheel: Path, version: str, epoch: int) -> dict[str, str]:
+def build_environment(version: str, epoch: int) -> dict[str, str]:
     """Return the environment of upstream's build: the host must not change the wheel.
 
     Args:
-        native_wheel: Where the native modules are taken from.
         version: The wheel's version.
         epoch: The time of every member, in seconds since 1970.
     """
@@ -91,10 +115,69 @@ def build_environment(native_wheel: Path, version: str, epoch: int) -> dict[str,
         "TZ": "UTC",
         "SOURCE_DATE_EPOCH": str(epoch),
         "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_USE_PRECOMPILED": "1",
-        "VLLM_PRECOMPILED_WHEEL_LOCATION": str(native_wheel),
         "VLLM_VERSION_OVERRIDE": version,
     }
+
+
+def run_setup(
+    tree: Path, dist: Path, precompiled: bool, environment: dict[str, str], log: Path
+) -> None:
+    """Run upstream's setup.py in a tree, and show how far a compilation is.
+
+    Args:
+        tree: The tree, which is written to.
+        dist: The folder that takes the wheel, whose members are not compressed.
+        precompiled: See platform_tag.
+        environment: All variables of the build.
+        log: The file that takes upstream's output.
+
+    Raises:
+        BuildError: Upstream's build failed; gives its first error.
+    """
+    command = [sys.executable, "setup.py", "--quiet", "--no-user-cfg"]
+    command += ["bdist_wheel", "--dist-dir", str(dist), "--compression=stored"]
+    command += ["--py-limited-api", PYTHON_TAG]
+    command += ["--plat-name", platform_tag(precompiled)]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command,
+            cwd=tree,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # So that what it started ends with it.
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            shown = ""
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(PROGRESS_SECONDS)
+                steps = re.findall(r"^\[\d+/\d+\]|^\[ *\d+%\]", log.read_text(), re.M)
+                if process.returncode is None and steps and steps[-1] != shown:
+                    shown = steps[-1]
+                    print(f"cpu_wheel: compiling {shown}", file=sys.stderr, flush=True)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    if process.returncode != 0:
+        raise BuildError(f"upstream's build failed ({log}): {first_error(log)}")
+
+
+def first_error(log: Path) -> str:
+    """Return the line of a build's output that says what is wrong.
+
+    It is CMake's first error, or the compiler's, or else the last line.
+    """
+    text = log.read_text(errors="replace")
+    if match := re.search(r"^CMake Error[^\n]*\n((?:[^\n]*\n)+?)\n\n", text, re.M):
+        return " ".join(match[1].split())
+    if match := re.search(r"^.*\berror: .+$", text, re.M):
+        return match[0]
+    return (text.strip().splitlines() or ["no output"])[-1]
 
 
 def build(
@@ -120,34 +203,39 @@ def build(
     Raises:
         BuildError: Upstream's build failed, or the wheel is not what it must be.
     """
-    wheel.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=log.parent) as folder:
-        tree = Path(folder) / "tree"
+    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=log.parent) as name:
+        folder = Path(name)
+        tree = folder / "tree"
         shutil.copytree(source, tree, symlinks=True, ignore=not_needed)
-        command = [sys.executable, "setup.py", "--quiet", "--no-user-cfg"]
-        command += ["bdist_wheel", "--dist-dir", folder, "--compression=stored"]
-        command += ["--py-limited-api", PYTHON_TAG, "--plat-name", PLATFORM_TAG]
-        with log.open("w") as output:
-            result = subprocess.run(
-                command,
-                cwd=tree,
-                env=build_environment(native_wheel, version, epoch),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-        if result.returncode != 0:
-            lines = log.read_text().strip().splitlines() or ["no output"]
-            raise BuildError(f"upstream's build failed ({log}): {lines[-1]}")
-        built = Path(folder) / wheel_name(version)
-        check_wheel(built, version)
-        partial = wheel.with_name(f".{wheel.name}-{os.getpid()}")
-        try:
-            pack(built, partial, epoch, sbom)
-            partial.replace(wheel)
-        finally:
-            partial.unlink(missing_ok=True)
+        environment = build_environment(version, epoch) | {
+            "VLLM_USE_PRECOMPILED": "1",
+            "VLLM_PRECOMPILED_WHEEL_LOCATION": str(native_wheel),
+        }
+        run_setup(tree, folder, True, environment, log)
+        finish(folder / wheel.name, version, NATIVE_MODULES, epoch, sbom, wheel)
+
+
+def finish(
+    built: Path,
+    version: str,
+    modules: Iterable[str],
+    epoch: int,
+    sbom: bytes,
+    wheel: Path,
+) -> None:
+    """Check and compress the wheel that upstream's build made.
+
+    Raises:
+        BuildError: The wheel is not what it must be.
+    """
+    check_wheel(built, version, modules)
+    wheel.parent.mkdir(parents=True, exist_ok=True)
+    partial = wheel.with_name(f".{wheel.name}-{os.getpid()}")
+    try:
+        pack(built, partial, epoch, sbom)
+        partial.replace(wheel)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def not_needed(folder: str, names: list[str]) -> list[str]:
@@ -158,7 +246,7 @@ def not_needed(folder: str, names: list[str]) -> list[str]:
         name
         for name in names
         if (Path(folder) / name).is_dir()
-        and name not in ("requirements", "tools", "vllm", "vllm.egg-info")
+        and name not in ("licenses", "requirements", "tools", "vllm", "vllm.egg-info")
     ]
 
 
@@ -215,7 +303,7 @@ class Compressed:
         return self.data
 
 
-def check_wheel(wheel: Path, version: str) -> None:
+def check_wheel(wheel: Path, version: str, modules: Iterable[str]) -> None:
     """Check that a wheel has the native modules, the name and the version it must.
 
     Raises:
@@ -227,7 +315,7 @@ def check_wheel(wheel: Path, version: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         members = set(archive.namelist())
         metadata = archive.read(f"vllm-{version}.dist-info/METADATA")
-    for module in NATIVE_MODULES:
+    for module in modules:
         if f"vllm/{module}.abi3.so" not in members:
             raise BuildError(f"{wheel.name} lacks vllm/{module}.abi3.so")
     found = email.message_from_bytes(metadata)["Version"]

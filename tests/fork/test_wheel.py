@@ -179,6 +179,22 @@ def test_cmake_builds_the_same_bytes(
     assert built.returncode == 0, built.stderr
     assert digest(build / "dist" / wheel.name) == digest(wheel)
 
+    root = tmp_path / "a root"
+    installed = run(
+        *("cmake", "--install", build, "--prefix", "/opt/vllm"),
+        env={"DESTDIR": str(root)},
+    )
+    assert installed.returncode == 0, installed.stderr
+    (module,) = root.glob("opt/vllm/lib/python3.*/site-packages/vllm/platforms/cpu.py")
+    assert module.read_bytes() == (tree / "vllm/platforms/cpu.py").read_bytes()
+
+    tested = run(
+        *("ctest", "--test-dir", build, "--verbose"),
+        env={"PYTEST_ADDOPTS": "-k 'first_error and cmake'"},
+    )
+    assert tested.returncode == 0, tested.stdout
+    assert " 1 passed" in tested.stdout
+
 
 def test_nothing_is_built_twice(wheel: Path, run: Run) -> None:
     before = wheel.stat()

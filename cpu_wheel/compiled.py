@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the native modules, by upstream's setup.py and CMake.
+
+The folder stays, so that an interrupted compilation goes on where it was.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from cyclonedx.model.component import Component
+
+from cpu_wheel import contents, wheel
+from cpu_wheel.fetch import sha256
+from cpu_wheel.pins import BuildError, Release
+
+ONEDNN = "FETCHCONTENT_SOURCE_DIR_ONEDNN"
+
+
+def check_host() -> None:
+    """Check that what compiles is installed; the compiler is CMake's to judge.
+
+    Raises:
+        BuildError: Something is missing; names what.
+    """
+    wheel.check_tools()
+    if not wheel.installed_version("torch"):
+        raise BuildError("torch is not installed, which the native modules link")
+    if not shutil.which("cmake"):
+        raise BuildError("cmake is not on the PATH, which compiles the native modules")
+
+
+def build_environment(version: str, epoch: int) -> dict[str, str]:
+    """Return the environment of a build from source; see wheel.build_environment."""
+    return (
+        {"CMAKE_BUILD_TYPE": "Release"}
+        | wheel.build_environment(version, epoch)
+        | {
+            "VLLM_USE_PRECOMPILED": "0",
+            "VLLM_CPU_BUNDLE_TCMALLOC": os.environ.get("VLLM_CPU_BUNDLE_TCMALLOC", "0"),
+            "VLLM_CPU_X86_VARIANTS": os.environ.get("VLLM_CPU_X86_VARIANTS", ""),
+            # Not needed on CPU, and a cargo on the PATH must not change the wheel.
+            "CARGO": "false",
+            "RUSTC": "false",
+        }
+    )
+
+
+def update(tree: Path, folder: Path) -> None:
+    """Copy what differs of a tree into a folder, so that only that is compiled again.
+
+    Its time is that of the copy: a file that is older than the one before must be
+    compiled too.
+    """
+    for path in sorted(tree.rglob("*")):
+        target = folder / path.relative_to(tree)
+        if path.is_symlink() or path.is_dir():
+            continue
+        if not target.is_file() or target.read_bytes() != path.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def build(tree: Path, release: Release, epoch: int, folder: Path, path: Path) -> None:
+    """Build a wheel from source; a failure leaves none behind.
+
+    Args:
+        tree: The patched tree; it is copied, never written to.
+        release: The release.
+        epoch: The time of the wheel's members, in seconds since 1970.
+        folder: The folder that takes the log and the compilation's own folder.
+        path: The wheel to make.
+
+    Raises:
+        BuildError: Upstream's build failed, or the wheel is not what it must be.
+    """
+    work = folder / f"compiled-{release.version}"
+    update(tree, work)
+    # What an earlier build put together, with other variants perhaps.
+    for stale in (*work.glob("build/lib*"), *work.glob("build/bdist*"), work / "dist"):
+        shutil.rmtree(stale, ignore_errors=True)
+    log = folder / f"{path.name}.log"
+    environment = build_environment(release.wheel_version, epoch)
+    wheel.run_setup(work, work / "dist", False, environment, log)
+    built = work / "dist" / path.name
+    sbom = contents.make_sbom(release, epoch, components(work))
+    modules = contents.COMPILED_MODULES
+    wheel.finish(built, release.wheel_version, modules, epoch, sbom, path)
+
+
+def components(work: Path) -> list[Component]:
+    """Return what the native modules were made with: the compiler, and oneDNN.
+
+    Args:
+        work: The folder where they were compiled.
+    """
+    (compiler,) = work.glob("build/temp*/CMakeFiles/*/CMakeCXXCompiler.cmake")
+    found = dict(
+        re.findall(
+            r'set\(CMAKE_CXX_COMPILER_(ID|VERSION) "(.+)"\)', compiler.read_text()
+        )
+    )
+    version = work / ".deps/onednn-build/include/oneapi/dnnl/dnnl_version.h"
+    numbers = re.findall(r"define DNNL_VERSION_[A-Z]+ +(\d+)", version.read_text())
+    source = Path(os.environ.get(ONEDNN) or work / ".deps/onednn-src")
+    digest = hashlib.sha256()
+    for file in sorted(source.rglob("*")):
+        if file.is_file() and ".git" not in file.parts:
+            name = file.relative_to(source).as_posix()
+            digest.update(f"{sha256(file)}  {name}\n".encode())
+    return [
+        contents.compiled_component(f"compiler: {found['ID']}", found["VERSION"], None),
+        contents.compiled_component("oneDNN", ".".join(numbers), digest.hexdigest()),
+    ]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A build from source ends with one clear line where something is missing.
+
+A whole one takes an hour; docs/packaging.md says where it was done.
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu_wheel import compiled, contents, wheel
+from cpu_wheel.pins import ROOT, BuildError, Release, Settings
+from tests.fork.conftest import Run
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs that come first, of a host without a network."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "git").write_text("#!/bin/sh\nexit 128\n")
+    (programs / "cargo").write_text(f"#!/bin/sh\ntouch '{tmp_path}/cargo was run'\n")
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    tools = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{programs}:{tools}:/usr/bin:/bin")
+    return programs
+
+
+@pytest.fixture
+def compiler(host: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The g++ of this host, which says that it is version 14.2."""
+    return say_version(host / "g++", 14, 2, monkeypatch)
+
+
+def say_version(
+    path: Path, major: int, minor: int, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    real = shutil.which("g++", path="/usr/bin:/bin")
+    assert real, "g++ is missing: install g++"
+    path.write_text(
+        f"#!/bin/sh\nexec {real} -U__GNUC__ -D__GNUC__={major} -U__GNUC_MINOR__ "
+        f'-D__GNUC_MINOR__={minor} "$@"\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return path
+
+
+def build(tree: Path, release: Release, folder: Path) -> str:
+    """Return the one line with which a build from source ends."""
+    path = folder / "dist" / wheel.wheel_name(release.wheel_version, False)
+    with pytest.raises(BuildError) as error:
+        compiled.build(tree, release, 1 << 30, folder, path)
+    assert not path.exists()
+    assert not (folder / "cargo was run").exists()
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def test_compiler_too_old(
+    host: Path,
+    tree: Path,
+    release: Release,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = say_version(host / "g++", 12, 2, monkeypatch)
+    line = build(tree, release, tmp_path)
+    assert "X86 backend requires gcc/g++ >= 12.3, found GNU 12.2" in line
+    assert f"({old}): set CC and CXX to a newer one" in line
+
+
+def test_no_compiler(
+    host: Path,
+    tree: Path,
+    release: Release,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "g++-of-another-host")
+    assert "g++-of-another-host" in build(tree, release, tmp_path)
+
+
+def test_onednn_out_of_reach(
+    compiler: Path, tree: Path, release: Release, tmp_path: Path
+) -> None:
+    line = build(tree, release, tmp_path)
+    assert "oneDNN cannot be fetched from https://" in line
+    assert "set FETCHCONTENT_SOURCE_DIR_ONEDNN to a oneDNN source tree" in line
+
+
+def test_onednn_is_no_source_tree(
+    compiler: Path,
+    tree: Path,
+    release: Release,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FETCHCONTENT_SOURCE_DIR_ONEDNN", str(tmp_path))
+    line = build(tree, release, tmp_path)
+    assert f"FETCHCONTENT_SOURCE_DIR_ONEDNN={tmp_path} is no oneDNN source tree" in line
+
+
+def test_unknown_variant(
+    host: Path,
+    tree: Path,
+    release: Release,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_X86_VARIANTS", "avx2,avx3")
+    line = build(tree, release, tmp_path)
+    assert "VLLM_CPU_X86_VARIANTS='avx2,avx3': expected some of" in line
+    assert "amx, avx512, avx2" in line
+
+
+def test_bad_choice_of_native_modules(run: Run) -> None:
+    result = run(
+        *("python", "-m", "cpu_wheel", "wheel"),
+        cwd=ROOT,
+        env={"VLLM_USE_PRECOMPILED": "no"},
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "VLLM_USE_PRECOMPILED='no': expected 1" in line
+    assert "or 0, to compile them" in line
+
+
+@pytest.mark.parametrize("value", ["0", "false"])
+def test_choice_of_native_modules(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_PRECOMPILED", value)
+    assert Settings.from_environment().precompiled is False
+    assert "-linux_" in wheel.wheel_name("0.32.0+cpu.kv1", precompiled=False)
+
+
+def test_only_what_differs_is_compiled_again(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    work = tmp_path / "work"
+    for name in ("csrc/a.cpp", "csrc/b.cpp"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    compiled.update(tree, work)
+    before = {path: path.stat().st_mtime_ns for path in work.rglob("*.cpp")}
+    (tree / "csrc/b.cpp").write_text("changed")
+    compiled.update(tree, work)
+    after = {path: path.stat().st_mtime_ns for path in work.rglob("*.cpp")}
+    assert {p.name for p in before if before[p] != after[p]} == {"b.cpp"}
+    assert (work / "csrc/b.cpp").read_text() == "changed"
+
+
+def test_bill_of_materials_names_the_compiler(release: Release) -> None:
+    native = [
+        contents.compiled_component("compiler: GNU", "14.4.0", None),
+        contents.compiled_component("oneDNN", "3.7.2", "0" * 64),
+    ]
+    sbom = contents.make_sbom(release, 1 << 30, native)
+    assert b"vllm_cpu" not in sbom
+    found = contents.compiled_with(sbom)
+    assert [(c.name, c.version) for c in found] == [
+        ("compiler: GNU", "14.4.0"),
+        ("oneDNN", "3.7.2"),
+    ]
+    assert contents.make_sbom(release, 1 << 30, found) == sbom
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        pytest.param(
+            "-- Found\nCMake Error at CMakeLists.txt:3 (message):\n  A is missing:\n"
+            "  install B\nCall Stack\n\n\n-- Configuring incomplete\n",
+            r"A is missing: install B\b.*",
+            id="cmake",
+        ),
+        pytest.param("x.cpp:1:2: error: no\nninja: stopped\n", "x.cpp.* no", id="g++"),
+        pytest.param("a\nb\n", "b", id="other"),
+        pytest.param("", "no output", id="nothing"),
+    ],
+)
+def test_first_error(output: str, line: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(output)
+    assert re.fullmatch(line, wheel.first_error(log))
