@@ -3,7 +3,8 @@
 
 A release that has a native wheel is built, and its wheel unpacked into a folder of
 its own that is put before .venv's packages; of one that has none yet the patched
-tree stands in, for what needs no native code.
+tree stands in, for what needs no native code. What needs it is run where the release
+was compiled (packaging/debian-sid.sh), and --compiled takes the report of that.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checks.junit import count, place, run_pytest
+from checks.junit import count, place, read, run_pytest
 from cpu_wheel import install, steps
 from cpu_wheel.fetch import sha256
 from cpu_wheel.pins import ROOT, BuildError, Settings, load_release, read_pins
@@ -53,12 +54,48 @@ def check(version: str) -> dict[str, Any]:
         result["built"] = "wheel" if native else "tree"
         for group, tests, needs_engine in GROUPS:
             if needs_engine and not native:
-                result[group] = {"not run": "no native wheel is published"}
+                result[group] = compiled(version, group)
             else:
                 result[group] = run_group(version, group, tests, folder)
     except BuildError as error:
         return {"error": str(error)}
     return result
+
+
+def compiled(version: str, group: str) -> dict[str, Any]:
+    """Return the stored result of a group where the release was compiled, if any."""
+    releases = json.loads(RESULTS.read_text())["releases"] if RESULTS.exists() else {}
+    result: dict[str, Any] = releases.get(version, {}).get(group, {})
+    if "where" in result:
+        return result
+    return {"not run": "no native wheel is published"}
+
+
+def take_report(version: str, report: Path, where: str) -> None:
+    """Store the allocation tests of a release that was compiled, from their report.
+
+    Args:
+        version: The release, which is among the stored ones.
+        report: A junit XML file.
+        where: Where it was compiled and run, for the table.
+
+    Raises:
+        BuildError: The report has no such tests.
+    """
+    group, tests, _ = GROUPS[-1]
+    if not report.is_file():
+        raise BuildError(f"{report}: no such report")
+    outcomes = {
+        test.partition("::")[2]: outcome
+        for test, outcome in read(report).items()
+        if test.startswith(tests)
+    }
+    if not outcomes:
+        raise BuildError(f"{report} has no outcome of {tests}")
+    stored = json.loads(RESULTS.read_text())["releases"][version]
+    words = {test: " ".join(filter(None, o)) for test, o in outcomes.items()}
+    stored[group] = count(outcomes.values()) | {"where": where, "tests": words}
+    store(version, stored)
 
 
 def run_group(version: str, group: str, tests: str, folder: Path) -> dict[str, Any]:
@@ -103,7 +140,8 @@ def show(result: dict[str, Any], group: str) -> str:
     if "not run" in cell:
         return f"– ({cell['not run']})"
     skipped = f", {cell['skipped']} skipped" if cell["skipped"] else ""
-    return f"{cell['passed']} passed, {cell['failed']} failed{skipped}"
+    where = f" ({cell['where']})" if "where" in cell else ""
+    return f"{cell['passed']} passed, {cell['failed']} failed{skipped}{where}"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -130,8 +168,21 @@ def main() -> int:
         help="only these; the others keep what is stored",
     )
     parser.add_argument("--show", action="store_true", help="only show what is stored")
+    parser.add_argument(
+        "--compiled",
+        nargs=3,
+        metavar=("X", "REPORT", "WHERE"),
+        help="store the allocation tests of release X from the junit REPORT, which "
+        "was made WHERE it was compiled",
+    )
     arguments = parser.parse_args()
-    if arguments.show:
+    if arguments.compiled:
+        version, report, where = arguments.compiled
+        try:
+            take_report(version, Path(report), where)
+        except BuildError as error:
+            sys.exit(f"matrix: {error}")
+    if arguments.show or arguments.compiled:
         print(table(json.loads(RESULTS.read_text())["releases"]))
         return 0
     chosen = arguments.releases

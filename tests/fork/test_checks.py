@@ -353,6 +353,32 @@ def test_page_shows_the_stored_results(tool: ModuleType) -> None:
     assert f"{stored['date']}, {stored['machine']}" in " ".join(page.split())
 
 
+def test_report_of_a_compiled_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, report = tmp_path / "results.json", tmp_path / "report.xml"
+    monkeypatch.setattr(matrix, "RESULTS", results)
+    group, tests, _ = matrix.GROUPS[-1]
+    name = next(iter(read_pins()["release"]))
+    results.write_text(json.dumps({"releases": {name: {"built": "tree"}}}))
+    assert matrix.compiled(name, group) == {"not run": "no native wheel is published"}
+
+    report.write_text("<testsuites/>")
+    with pytest.raises(BuildError, match="has no outcome of tests/platforms"):
+        matrix.take_report(name, report, "a root")
+    module = tests.removesuffix(".py").replace("/", ".")
+    report.write_text(
+        f'<testsuites><testcase file="{tests}" classname="{module}" name="test_a"/>'
+        f'<testcase file="{tests}" classname="{module}" name="test_b">'
+        '<failure message="why"/></testcase></testsuites>'
+    )
+    matrix.take_report(name, report, "a root")
+
+    stored = matrix.compiled(name, group)
+    assert stored["tests"] == {"test_a": "passed", "test_b": "failed why"}
+    assert matrix.show({group: stored}, group) == "1 passed, 1 failed (a root)"
+
+
 def test_commands_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     for main in (matrix.main, upstream_tests.main):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
