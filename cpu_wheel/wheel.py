@@ -206,7 +206,7 @@ def build(
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=log.parent) as name:
         folder = Path(name)
         tree = folder / "tree"
-        shutil.copytree(source, tree, symlinks=True, ignore=not_needed)
+        copy_tree(source, tree)
         environment = build_environment(version, epoch) | {
             "VLLM_USE_PRECOMPILED": "1",
             "VLLM_PRECOMPILED_WHEEL_LOCATION": str(native_wheel),
@@ -236,6 +236,19 @@ def finish(
         partial.replace(wheel)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def copy_tree(source: Path, tree: Path) -> None:
+    """Copy what upstream's build needs of a tree, to where it can be written to."""
+    shutil.copytree(
+        source,
+        tree,
+        symlinks=True,
+        ignore=not_needed,
+        copy_function=shutil.copyfile,
+    )
+    for folder, _, _ in os.walk(tree):
+        os.chmod(folder, 0o755)
 
 
 def not_needed(folder: str, names: list[str]) -> list[str]:

@@ -49,6 +49,22 @@ def test_unknown_release(checkout: Path, run: Run) -> None:
     assert "0.32.0" in line
 
 
+def test_tree_that_cannot_be_written_to(tmp_path: Path) -> None:
+    """A package store has its sources read-only; the copy that is built is not."""
+    source = tmp_path / "store"
+    (source / "vllm").mkdir(parents=True)
+    for name in ("setup.py", "vllm/envs.py"):
+        (source / name).touch(0o444)
+    for folder in (source / "vllm", source):
+        folder.chmod(0o555)
+
+    wheel_module.copy_tree(source, tmp_path / "tree")
+
+    copied = [tmp_path / "tree", *(tmp_path / "tree").rglob("*")]
+    assert len(copied) == 4
+    assert all(path.stat().st_mode & 0o200 for path in copied)
+
+
 def test_truncated_sdist(
     checkout: Path, run: Run, sdist: Path, tmp_path: Path, release: Release
 ) -> None:
