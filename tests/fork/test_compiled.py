@@ -4,10 +4,14 @@
 A whole one takes an hour; docs/packaging.md says where it was done.
 """
 
+import ast
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +107,113 @@ def test_onednn_is_no_source_tree(
     monkeypatch.setenv("FETCHCONTENT_SOURCE_DIR_ONEDNN", str(tmp_path))
     line = build(tree, release, tmp_path)
     assert f"FETCHCONTENT_SOURCE_DIR_ONEDNN={tmp_path} is no oneDNN source tree" in line
+
+
+def configure(tree: Path, folder: Path, first: str, last: str, set_up: str) -> str:
+    """Return what CMake says of the lines of upstream's file between two others."""
+    text = (tree / "cmake/cpu_extension.cmake").read_text()
+    block = text[text.index(first) : text.index(last)]
+    folder.mkdir()
+    (folder / "CMakeLists.txt").write_text(
+        f"cmake_minimum_required(VERSION 3.26)\nproject(part CXX)\n{set_up}\n{block}\n"
+        'message(STATUS "libgomp ${OPEN_MP} sleef ${SLEEF_LIBRARY}.")\n'
+    )
+    result = subprocess.run(
+        ["cmake", "-S", folder, "-B", folder / "build"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return " ".join((result.stdout + result.stderr).split())
+
+
+def test_libgomp_is_found_where_the_compiler_keeps_it(
+    host: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "a compiler's own/libgomp.so"
+    library.parent.mkdir()
+    library.touch()
+    compiler = host / "g++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = -print-file-name=libgomp.so ] && echo "{library}" ||\n'
+        f'exec {shutil.which("g++", path="/usr/bin:/bin")} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    said = configure(
+        tree,
+        tmp_path / "part",
+        "        # Fall back to system / toolchain libgomp",
+        "    endif()\nendif()\n\nif (NOT MACOSX_FOUND)",
+        "",
+    )
+    assert f"libgomp {library} sleef" in said
+
+
+@pytest.mark.parametrize("place", ["torch", "system", "nowhere"])
+def test_sleef(place: str, host: Path, tree: Path, tmp_path: Path) -> None:
+    torch, system = tmp_path / "torch/include", tmp_path / "system"
+    for folder in (torch, system / "include", system / "lib"):
+        folder.mkdir(parents=True)
+    if place != "nowhere":
+        (torch if place == "torch" else system / "include").joinpath("sleef.h").touch()
+    (system / "lib/libsleef.so").touch()
+    said = configure(
+        tree,
+        tmp_path / "part",
+        "# PyTorch's own wheels bring sleef.h",
+        "# Build oneDNN for GEMM kernels",
+        f"set(ENABLE_X86_ISA ON)\nset(TORCH_INCLUDE_DIRS {torch})\n"
+        f"set(CMAKE_PREFIX_PATH {system})\nset(CMAKE_FIND_USE_CMAKE_SYSTEM_PATH OFF)",
+    )
+    if place == "nowhere":
+        assert f"sleef.h is neither in PyTorch's {torch} nor in the system" in said
+    else:
+        found = system / "lib/libsleef.so" if place == "system" else ""
+        assert f"sleef {found}." in said
+
+
+def functions(tree: Path, *names: str) -> dict[str, Any]:
+    """Return functions of upstream's setup.py, which cannot be imported."""
+    module = ast.parse((tree / "setup.py").read_text())
+    module.body = [
+        node
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    space = {"os": os, "re": re, "sys": sys, "VLLM_TARGET_DEVICE": "cpu"}
+    exec(compile(module, "setup.py", "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize(
+    ("value", "bundled"), [(None, True), ("1", True), ("0", False), ("false", False)]
+)
+def test_tcmalloc_of_the_host(
+    value: str | None, bundled: bool, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_BUNDLE_TCMALLOC", raising=False)
+    if value:
+        monkeypatch.setenv("VLLM_CPU_BUNDLE_TCMALLOC", value)
+    upstream = functions(tree, "should_bundle_tcmalloc")
+    assert upstream["should_bundle_tcmalloc"]() is bundled
+
+
+@pytest.mark.parametrize(
+    ("value", "modules"),
+    [
+        ("", ["vllm._C", "vllm._C_AVX512", "vllm._C_AVX2"]),
+        ("avx2", ["vllm._C_AVX2"]),
+        ("AVX2, amx", ["vllm._C", "vllm._C_AVX2"]),
+        ("avx512;avx2", ["vllm._C_AVX512", "vllm._C_AVX2"]),
+    ],
+)
+def test_variants_are_chosen(
+    value: str, modules: list[str], tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_X86_VARIANTS", value)
+    upstream = functions(tree, "cpu_x86_modules")
+    assert upstream["cpu_x86_modules"]() == modules
 
 
 def test_unknown_variant(
