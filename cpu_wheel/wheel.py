@@ -161,7 +161,8 @@ def run_setup(
                     shown = steps[-1]
                     print(f"cpu_wheel: compiling {shown}", file=sys.stderr, flush=True)
         except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             raise
     if process.returncode != 0:
         raise BuildError(f"upstream's build failed ({log}): {first_error(log)}")
