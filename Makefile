@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series packager-series verify worktree refresh stock test test-all test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -51,6 +51,9 @@ series: $(VENV)/tools ## print the patch files of a release (RELEASE=X), in orde
 
 packager-series: $(VENV)/tools ## write the series, the overlay as its last patch, to OUT=DIR
 	@$(TOOL) packager-series "$${OUT:?OUT=DIR names the new folder}"
+
+packaging: install ## write the patch lists, hashes and requirements that packaging/ repeats
+	@$(PY) -m checks.recipes
 
 worktree: $(VENV)/tools ## make a git repository to edit, one commit a patch
 	@$(TOOL) worktree

@@ -38,6 +38,16 @@ def new_file(path: str, content: str) -> str:
     )
 
 
+def series_names(release: Release) -> list[str]:
+    """Return the names of the patches of a release's whole series, in order."""
+    names = [patch.name for patch in release.series]
+    number = int(names[-1].partition("-")[0]) + 1
+    return [
+        *names,
+        f"{number:04d}-Misc-CPU-Add-the-modules-and-tests-of-the-fork.patch",
+    ]
+
+
 def write_series(release: Release, folder: Path) -> None:
     """Write a release's whole series, flat and in quilt's order, to a new folder.
 
@@ -54,10 +64,9 @@ def write_series(release: Release, folder: Path) -> None:
     scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
     try:
         scratch.mkdir()
-        names = []
+        names = series_names(release)
         for patch in release.series:
             shutil.copyfile(patch, scratch / patch.name)
-            names.append(patch.name)
         last = release.series[-1].read_text()
         diff = "".join(
             new_file(path.as_posix(), (ROOT / path).read_text())
@@ -67,10 +76,6 @@ def write_series(release: Release, folder: Path) -> None:
             head=last.partition("\nSubject: ")[0],
             date=last.partition("\nLast-Update: ")[2].partition("\n")[0],
             diff=diff,
-        )
-        number = int(names[-1].partition("-")[0]) + 1
-        names.append(
-            f"{number:04d}-Misc-CPU-Add-the-modules-and-tests-of-the-fork.patch"
         )
         (scratch / names[-1]).write_text(text)
         (scratch / "series").write_text("".join(f"{name}\n" for name in names))
