@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all table install wheel source series packager-series packaging package-check verify worktree refresh stock test test-all test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -54,6 +54,9 @@ packager-series: $(VENV)/tools ## write the series, the overlay as its last patc
 
 packaging: install ## write the patch lists, hashes and requirements that packaging/ repeats
 	@$(PY) -m checks.recipes
+
+package-check: install ## run distributions' tools on packaging/ and say where each ends
+	@$(PY) -m checks.package
 
 worktree: $(VENV)/tools ## make a git repository to edit, one commit a patch
 	@$(TOOL) worktree

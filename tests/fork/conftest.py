@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cpu_wheel import steps
+from checks.package import Inputs, content
+from cpu_wheel import packager, steps
 from cpu_wheel.fetch import fetch
 from cpu_wheel.pins import ROOT, Release, Settings, load_release
 
@@ -43,6 +44,22 @@ def tree() -> Path:
 def wheel() -> Path:
     """The wheel that `make` builds."""
     return steps.make_wheel(Settings.from_environment(), ROOT / "dist")
+
+
+@pytest.fixture(scope="session")
+def ours(tree: Path) -> dict[str, bytes]:
+    """The files of the tree that the wheel is built from."""
+    return content(tree)
+
+
+@pytest.fixture(scope="session")
+def inputs(
+    release: Release, sdist: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Inputs:
+    """What a packager starts from."""
+    series = tmp_path_factory.mktemp("series") / "patches"
+    packager.write_series(release, series)
+    return Inputs(sdist, series, release.version)
 
 
 @pytest.fixture
