@@ -44,8 +44,8 @@ in_root env -C /fork CC=gcc-14 CXX=g++-14 CCACHE_DIR=/ccache \
 
 # What vLLM imports and Debian has not; torch stays Debian's.
 in_root sh -c "python3 -m venv --system-site-packages /venv &&
-  /venv/bin/python -m pip install -q pytest pytest-forked pytest-timeout \
-    -r /fork/build/compiled-$release/requirements/common.txt &&
+  /venv/bin/python -m pip install -q -r /fork/build/compiled-$release/requirements/common.txt &&
+  /venv/bin/python -m pip install -q -c /fork/constraints.txt pytest pytest-forked pytest-timeout &&
   /venv/bin/python -m pip install -q --no-deps --force-reinstall \
     /fork/dist/vllm-$release+cpu.*-linux_*.whl"
 in_root env -C /fork HF_HUB_OFFLINE=1 /venv/bin/python -m pytest -q \
