@@ -17,8 +17,9 @@ command -v debootstrap > /dev/null ||
   { echo "debian-sid.sh: debootstrap is not installed" >&2; exit 1; }
 
 [ -e "$root/etc/debian_version" ] || debootstrap --variant=minbase sid "$root"
-mountpoint -q "$root/proc" || mount --bind /proc "$root/proc"
-mountpoint -q "$root/dev" || mount --bind /dev "$root/dev"
+for folder in proc sys dev; do
+  mountpoint -q "$root/$folder" || mount --bind "/$folder" "$root/$folder"
+done
 in_root() { chroot "$root" env DEBIAN_FRONTEND=noninteractive "$@"; }
 
 in_root apt-get update -qq
