@@ -106,7 +106,8 @@ bench-budget: install ## what vllm kv-budget takes, and what is used of its plan
 	$(PY) -m benchmarks.kv_budget_peaks
 
 bench-memory: install ## memory, start-up and speed with the KV cache committed on use
-	$(PY) -m benchmarks.memory
+	@$(PIP) -c constraints.txt --group plot
+	$(PY) -m benchmarks.memory --plot
 
 clean: ## remove what was built, keep downloads, worktrees and the environment
 	rm -rf dist $(filter-out build/downloads build/worktree-%,$(wildcard build/*))

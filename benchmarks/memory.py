@@ -2,16 +2,23 @@
 """What VLLM_CPU_KVCACHE_COMMIT=on-use does to memory, start-up and speed.
 
 `python -m benchmarks.memory` measures three parts and keeps every figure in
-docs/results/memory.json; `--show` prints the tables from there.
+docs/results/memory.json; `--show` prints the tables from there, and `--plot` draws
+docs/results/memory.svg.
 
 - memory: the resident memory of an engine at four points of its life, and how long
   it takes to start, by budget and with and without prefix caching.
-- speed: tokens a second, in the first pass over the pool and in later ones.
+- speed: tokens a second of CPU time, in passes over new pages and in later ones.
 - budget: what `vllm serve` holds on a checkpoint of 1 GB, by budget, as RssAnon
   (what it wrote) and as VmRSS (mapped files too).
 
 A round measures `startup` and then `on-use`, in the next round the other way
-around. A ratio compares figures of one round.
+around. A ratio compares figures of one round, and of one pass.
+
+Speed is measured on one thread, in CPU time. With two, each parallel loop ends where
+one thread waits for the other, busily: whatever else wants a core then stops both, and
+passes of either mode took up to fifty times as long on a machine with other work.
+The CPU time of one thread holds no waiting; it does hold what the kernel does for the
+thread, such as the first touch of a page.
 """
 
 import argparse
@@ -19,6 +26,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import statistics
 import sys
 import tempfile
@@ -34,18 +42,20 @@ from cpu_wheel.pins import ROOT
 from cpu_wheel.steps import BUILD
 
 RESULTS = ROOT / "docs" / "results" / "memory.json"
+PLOT = RESULTS.with_suffix(".svg")
 MiB = 1 << 20
 GiB = 1 << 30
 MODES = ("startup", "on-use")
 BUDGETS = (GiB // 2, GiB, 4 * GiB, 8 * GiB)
 SERVED_BUDGETS = (GiB // 4, GiB // 2, GiB, 2 * GiB, 4 * GiB)
 BURST = 24
-PASSES = 3
+PASSES = 10
 Record = dict[str, Any]
 
 # 28 layers x 8 KV heads x 128, a talker's: 14 MiB a block of 128 tokens, 4 blocks
 # and so 56 MiB a request of full length.
 LAYERS, KV_HEADS, HEAD_DIM = 28, 8, 128
+TOKEN = LAYERS * KV_HEADS * HEAD_DIM * 2 * 2  # bytes of K and V in bfloat16
 ARGUMENTS: dict[str, Any] = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -57,6 +67,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_num_seqs": 2,
 }
 FULL, SHORT = 496, 100  # tokens of a prompt
+LOADS = ("prefill, full", "prefill, short", "decode, short", "decode, full")
 
 
 def read_status(pid: int | str = "self") -> dict[str, int]:
@@ -88,8 +99,15 @@ def make_engine(mode: str, budget: int, caching: bool) -> tuple[Any, float]:
         return engine, time.monotonic() - start
 
 
-def generate(engine: Any, seed: int, prompts: int, length: int, tokens: int) -> float:
-    """Run requests that share no prefix, and return the seconds that they took."""
+def generate(
+    engine: Any, seed: int, prompts: int, length: int, tokens: int
+) -> tuple[float, int]:
+    """Run requests that share no prefix.
+
+    Returns:
+        The seconds of CPU time that they took, and the bytes of pages that this
+        process touched for the first time.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -100,9 +118,11 @@ def generate(engine: Any, seed: int, prompts: int, length: int, tokens: int) -> 
         first, step = 1 + number % 499, 1 + number // 499
         ids = [first, step, *((first + step * i) % 509 for i in range(2, length))]
         requests.append({"prompt_token_ids": ids})
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF)
     engine.generate(requests, params, use_tqdm=False)
-    return time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, (after.ru_minflt - before.ru_minflt) * resource.getpagesize()
 
 
 def measure_memory(mode: str, budget: int, caching: bool) -> Record:
@@ -119,20 +139,36 @@ def measure_memory(mode: str, budget: int, caching: bool) -> Record:
 
 
 def measure_speed(mode: str, budget: int, caching: bool) -> Record:
-    """Return tokens a second by load, for each pass over the pool."""
+    """Return tokens a second of CPU time by load, for each pass.
+
+    Of each pass, "new" is the share of the KV cache of its full-length prompts that
+    lay on pages which were never touched, and "waited" the seconds that passed for a
+    second of CPU time: 1 on an idle machine.
+    """
+    import torch
+
+    torch.set_num_threads(1)
     engine, _ = make_engine(mode, budget, caching)
-    generate(engine, 499, 1, 16, 2)  # what only a first request does
+    at_once = partial(generate, engine)
+    for length in (16, SHORT, FULL):  # what only a first request does
+        at_once(500, 1, length, 2)
     passes = []
     for number in range(PASSES):
-        seed = 100 * number
-        at_once = partial(generate, engine)
-        long = at_once(seed + 80, 2, 384, 65) - at_once(seed + 90, 2, 384, 1)
+        seed = 20 * number
+        wall, cpu = time.monotonic(), time.process_time()
+        full, touched = at_once(seed, 2, FULL, 1)
+        short, _ = at_once(seed + 2, 12, SHORT, 1)
+        few, _ = at_once(seed + 14, 2, 16, 32)
+        many = at_once(seed + 16, 2, 384, 33)[0] - at_once(seed + 18, 2, 384, 1)[0]
+        waited = (time.monotonic() - wall) / (time.process_time() - cpu)
         passes.append(
             {
-                "prefill, full": 16 * FULL / at_once(seed, 16, FULL, 1),
-                "prefill, short": 48 * SHORT / at_once(seed + 20, 48, SHORT, 1),
-                "decode, short": 2 * 96 / at_once(seed + 70, 2, 16, 96),
-                "decode, full": 2 * 64 / long,
+                "new": touched / (2 * FULL * TOKEN),
+                "waited": waited,
+                "prefill, full": 2 * FULL / full,
+                "prefill, short": 12 * SHORT / short,
+                "decode, short": 2 * 32 / few,
+                "decode, full": 2 * 32 / many,
             }
         )
     return {"passes": passes}
@@ -287,6 +323,15 @@ def spread(values: Iterable[float], form: str = "{:,.0f}") -> str:
     return shown[0] if len({*shown}) == 1 else "{} ({} to {})".format(*shown)
 
 
+def quartiles(values: Iterable[float], form: str) -> str:
+    """Return the median, and the quartiles below and above it."""
+    values = list(values)
+    if len(values) < 2:
+        return ", ".join(map(form.format, values)) or "none"
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{form} ({form} to {form})".format(middle, low, high)
+
+
 def in_mib(records: Iterable[Record], key: str) -> str:
     return spread(record[key] / MiB for record in records)
 
@@ -354,33 +399,35 @@ def show_speed(records: list[Record]) -> None:
     rows = []
     for caching in (False, True):
         chosen = select(records, prefix_caching=caching)
-        by_round = [select(chosen, round=n) for n in values_of(chosen, "round")]
-        pairs = [
-            [record["passes"] for mode in MODES for record in select(pair, mode=mode)]
-            for pair in by_round
-            if len(pair) == len(MODES)
-        ]
-        for load in pairs[0][0][0] if pairs else ():
-            ratios = [
-                [
-                    on_use[load] / startup[load]
-                    for startup, on_use in zip(*pair, strict=True)
-                ]
-                for pair in pairs
-            ]
-            rows.append(
-                (
-                    "on" if caching else "off",
-                    load,
-                    spread(once[load] for startup, _ in pairs for once in startup),
-                    spread((ratio[0] for ratio in ratios), "{:.3f}"),
-                    spread((r for ratio in ratios for r in ratio[1:]), "{:.3f}"),
-                )
+        pairs: list[tuple[Record, Record]] = []
+        for number in values_of(chosen, "round"):
+            both = [select(chosen, round=number, mode=mode) for mode in MODES]
+            if all(both):
+                pairs += zip(*(found[0]["passes"] for found in both), strict=True)
+        # A pass that is neither has pages of both kinds.
+        over_new = [pair for pair in pairs if pair[1]["new"] > 0.5]
+        later = [pair for pair in pairs if pair[1]["new"] < 0.05]
+        rows += [
+            (
+                "on" if caching else "off",
+                load,
+                quartiles((startup[load] for startup, _ in pairs), "{:,.0f}"),
+                *(
+                    f"{quartiles(ratios, '{:.3f}')}, {len(ratios)}"
+                    for group in (over_new, later)
+                    for ratios in [[on[load] / startup[load] for startup, on in group]]
+                ),
             )
+            for load in LOADS
+            if pairs
+        ]
+    waited = [once["waited"] for record in records for once in record["passes"]]
+    print(f"seconds for a second of CPU time: {spread(waited, '{:.2f}')}; median")
+    print("(quartiles), and the number of passes:")
     print_table(
         (
-            *("prefix caching", "load", "startup, tokens a second"),
-            *("on-use / startup, first pass", "later passes"),
+            *("prefix caching", "load", "startup, tokens a second of CPU time"),
+            *("on-use / startup, new pages", "later passes"),
         ),
         rows,
     )
@@ -415,13 +462,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="benchmarks.memory",
         description="Measure the KV cache committed at start-up and on use.",
-        epilog="Sizes are in MiB. Budgets that do not fit into memory are left out.",
+        epilog="Sizes are in MiB. Budgets that do not fit into memory are left out. "
+        "Five rounds take about 13 minutes for memory, 8 for speed and 18 for budget "
+        "on two cores without other work.",
     )
     parser.add_argument("--only", choices=SHOW, help="one part, not all three")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--add", action="store_true", help="keep what is stored too")
     parser.add_argument("--show", action="store_true", help="only show what is stored")
+    parser.add_argument("--plot", action="store_true", help=f"draw {PLOT.name} too")
     arguments = parser.parse_args()
+    if arguments.plot:
+        # Before anything is measured, as it may not be installed.
+        from benchmarks.memory_plot import draw
     parts = [arguments.only] if arguments.only else list(SHOW)
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not arguments.show:
@@ -442,12 +495,17 @@ def main() -> None:
     for part in parts:
         if part in stored:
             records = stored[part]["records"]
+            if part == "speed" and any("new" not in r["passes"][0] for r in records):
+                print("\nspeed: stored by another method, measure it again")
+                continue
             rounds = len(values_of(records, "round"))
             print(
                 f"\n{part}: {stored[part]['date']}, {stored[part]['machine']}, ", end=""
             )
             print(f"{rounds} rounds, median (least to most)")
             SHOW[part](records)
+    if arguments.plot and "memory" in stored:
+        draw(stored["memory"], PLOT)
 
 
 if __name__ == "__main__":

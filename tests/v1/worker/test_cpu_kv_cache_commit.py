@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.platforms.test_cpu_kv_cache_allocation import (
     REFERENCE_MODEL,
 )
 from vllm import LLM, SamplingParams, envs
-from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, VllmConfig
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -143,16 +144,14 @@ def write_model(folder: Path, budget: int, **arguments: Any) -> dict[str, Any]:
     return model | REFERENCE_ARGUMENTS | arguments
 
 
-def forked_report(
-    folder: Path, commit: str, budget: int, rounds: int = 0, **arguments: Any
-) -> dict[str, Any]:
-    """Report on an engine within a forked child."""
+def in_child(commit: str, function: Callable[[], Any]) -> Any:
+    """Call a function that starts an engine within a forked child."""
 
     def child() -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_KVCACHE_COMMIT"] = commit
         envs.disable_envs_cache()
-        sender.send(report(write_model(folder, budget, **arguments), rounds))
+        sender.send(function())
         sys.stdout.flush()
         os._exit(0)  # the engine's threads do not end by themselves
 
@@ -167,6 +166,14 @@ def forked_report(
         pytest.fail("the engine ended without a report, see above")
     finally:
         process.join()
+
+
+def forked_report(
+    folder: Path, commit: str, budget: int, rounds: int = 0, **arguments: Any
+) -> dict[str, Any]:
+    """Report on an engine within a forked child."""
+    arguments = write_model(folder, budget, **arguments)
+    return in_child(commit, lambda: report(arguments, rounds))
 
 
 def test_memory_after_startup(tmp_path: Path) -> None:
@@ -206,6 +213,62 @@ def test_same_tokens_while_every_block_is_refilled(
     assert on_use["outputs"][0] != on_use["outputs"][1]
     assert on_use["outputs"] == startup["outputs"]
     assert on_use["blocks"] == startup["blocks"]
+
+
+def connected_report(arguments: dict[str, Any], store: Path) -> dict[str, Any]:
+    """Start an engine with a KV connector; report its memory and two requests.
+
+    Returns:
+        tokens, loaded: of each request, what it generated and how many tokens of its
+        prompt the connector loaded. rss_anon: bytes after both. saved: the SHA-256 of
+        each file in the store.
+    """
+    connector = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(store)},
+    )
+    engine = LLM(**arguments, enable_prefix_caching=False, kv_transfer_config=connector)
+    result = {"tokens": [], "loaded": []}
+    params = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, detokenize=False
+    )
+    for first_token in (1, 101):
+        prompt = [(first_token + 7 * i) % 500 for i in range(400)]
+        (output,) = engine.generate({"prompt_token_ids": prompt}, params)
+        result["tokens"].append(list(output.outputs[0].token_ids))
+        result["loaded"].append(output.num_cached_tokens)
+    result["rss_anon"] = rss_anon()
+    result["saved"] = {
+        str(file.relative_to(store)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in store.rglob("*.safetensors")
+    }
+    return result
+
+
+def test_a_connector_saves_and_loads_the_same(tmp_path: Path) -> None:
+    """A connector reads and writes blocks by itself, pages never touched among them."""
+    # The connector saves prompts that one step computes.
+    arguments = write_model(tmp_path, GiB, max_num_batched_tokens=512)
+    stores = {commit: tmp_path / commit for commit in COMMITS}
+    for store in stores.values():
+        store.mkdir()
+
+    def run(commit: str, store: str) -> dict[str, Any]:
+        return in_child(commit, lambda: connected_report(arguments, stores[store]))
+
+    startup = run("startup", "startup")
+    on_use = run("on-use", "on-use")
+    loading = run("on-use", "startup")
+
+    assert startup["loaded"] == on_use["loaded"] == [0, 0]
+    assert len(startup["saved"]) == 2 * REFERENCE_MODEL["num_hidden_layers"]
+    assert on_use["saved"] == startup["saved"]
+    assert loading["loaded"] == [3 * 128, 3 * 128]
+    assert startup["tokens"] == on_use["tokens"] == loading["tokens"]
+    # The connector touches no blocks but those of the requests.
+    for found in (on_use, loading):
+        assert found["rss_anon"] < startup["rss_anon"] - 0.75 * GiB
 
 
 def tokens_of(found: dict[str, Any]) -> list[Any]:
