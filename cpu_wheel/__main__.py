@@ -2,6 +2,7 @@
 """The command line: `python -m cpu_wheel COMMAND`."""
 
 import argparse
+import dataclasses
 import shutil
 import signal
 import sys
@@ -128,7 +129,9 @@ def run(arguments: argparse.Namespace) -> None:
                 steps.make_wheel(settings, arguments.dist_dir.absolute())
             )
         case "verify":
-            compiled = contents.compiled_with(contents.read_sbom(arguments.wheel))
+            contents.read_wheel(arguments.wheel, release)  # before anything is fetched
+            # The one who verifies says so, never the wheel; and against our own tree.
+            compiled = not settings.precompiled or not release.published_native_wheel
             kinds, wrong = contents.verify(
                 arguments.wheel,
                 release,
@@ -136,8 +139,14 @@ def run(arguments: argparse.Namespace) -> None:
                 native_wheel=(
                     None if compiled else fetch(release.native_wheel, settings.cache)
                 ),
-                tree=steps.make_source(settings),
+                tree=steps.make_source(dataclasses.replace(settings, tree=None)),
             )
+            if compiled:
+                print(
+                    "cpu_wheel: the native modules were compiled: only the wheel's own "
+                    "RECORD vouches for them",
+                    file=sys.stderr,
+                )
             for kind, count in kinds.most_common():
                 print(f"{count:5} {kind}")
             if wrong:

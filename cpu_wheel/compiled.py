@@ -17,6 +17,7 @@ from cpu_wheel.fetch import sha256
 from cpu_wheel.pins import BuildError, Release
 
 ONEDNN = "FETCHCONTENT_SOURCE_DIR_ONEDNN"
+VARIANTS = "VLLM_CPU_X86_VARIANTS"
 
 
 def check_host() -> None:
@@ -34,13 +35,15 @@ def check_host() -> None:
 
 def build_environment(version: str, epoch: int) -> dict[str, str]:
     """Return the environment of a build from source; see wheel.build_environment."""
+    onednn = os.environ.get(ONEDNN)
     return (
         {"CMAKE_BUILD_TYPE": "Release"}
         | wheel.build_environment(version, epoch)
         | {
             "VLLM_USE_PRECOMPILED": "0",
             "VLLM_CPU_BUNDLE_TCMALLOC": os.environ.get("VLLM_CPU_BUNDLE_TCMALLOC", "0"),
-            "VLLM_CPU_X86_VARIANTS": os.environ.get("VLLM_CPU_X86_VARIANTS", ""),
+            VARIANTS: os.environ.get(VARIANTS, ""),
+            **({ONEDNN: os.path.abspath(onednn)} if onednn else {}),
             # Not needed on CPU, and a cargo on the PATH must not change the wheel.
             "CARGO": "false",
             "RUSTC": "false",
@@ -49,11 +52,14 @@ def build_environment(version: str, epoch: int) -> dict[str, str]:
 
 
 def update(tree: Path, folder: Path) -> None:
-    """Copy what differs of a tree into a folder, so that only that is compiled again.
+    """Make a folder's files those of a tree, so that only what differs is compiled.
 
-    Its time is that of the copy: a file that is older than the one before must be
-    compiled too.
+    The time of what is copied is that of the copy: a file that is older than the one
+    before must be compiled too.
     """
+    for path in folder.glob("vllm/**/*.py"):
+        if not (tree / path.relative_to(folder)).exists():
+            path.unlink()
     for path in sorted(tree.rglob("*")):
         target = folder / path.relative_to(tree)
         if path.is_symlink() or path.is_dir():
@@ -76,11 +82,20 @@ def build(tree: Path, release: Release, epoch: int, folder: Path, path: Path) ->
     Raises:
         BuildError: Upstream's build failed, or the wheel is not what it must be.
     """
+    if os.environ.get(VARIANTS) and VARIANTS not in (tree / "setup.py").read_text():
+        raise BuildError(
+            f"{VARIANTS} is for vLLM 0.31.0 and newer, {release.version} has no choice"
+        )
     work = folder / f"compiled-{release.version}"
     update(tree, work)
-    # What an earlier build put together, with other variants perhaps.
-    for stale in (*work.glob("build/lib*"), *work.glob("build/bdist*"), work / "dist"):
-        shutil.rmtree(stale, ignore_errors=True)
+    # What an earlier build put together, with other variants perhaps, and what CMake
+    # remembers of it, such as a compiler or a source of oneDNN that was wrong.
+    for pattern in ("lib*", "bdist*", "temp*/CMakeFiles/[0-9]*"):
+        for stale in (work / "build").glob(pattern):
+            shutil.rmtree(stale)
+    for cache in work.glob("build/temp*/CMakeCache.txt"):
+        cache.unlink()
+    shutil.rmtree(work / "dist", ignore_errors=True)
     log = folder / f"{path.name}.log"
     environment = build_environment(release.wheel_version, epoch)
     wheel.run_setup(work, work / "dist", False, environment, log)
@@ -96,19 +111,23 @@ def components(work: Path) -> list[Component]:
     Args:
         work: The folder where they were compiled.
     """
-    (compiler,) = work.glob("build/temp*/CMakeFiles/*/CMakeCXXCompiler.cmake")
+    (cache,) = work.glob("build/temp*/CMakeCache.txt")
+    folders = dict(
+        re.findall(r"^DNNL_(SOURCE|BINARY)_DIR:STATIC=(.+)$", cache.read_text(), re.M)
+    )
+    (compiler,) = cache.parent.glob("CMakeFiles/*/CMakeCXXCompiler.cmake")
     found = dict(
         re.findall(
             r'set\(CMAKE_CXX_COMPILER_(ID|VERSION) "(.+)"\)', compiler.read_text()
         )
     )
-    version = work / ".deps/onednn-build/include/oneapi/dnnl/dnnl_version.h"
+    version = Path(folders["BINARY"]) / "include/oneapi/dnnl/dnnl_version.h"
     numbers = re.findall(r"define DNNL_VERSION_[A-Z]+ +(\d+)", version.read_text())
-    source = Path(os.environ.get(ONEDNN) or work / ".deps/onednn-src")
+    source = Path(folders["SOURCE"])
     digest = hashlib.sha256()
     for file in sorted(source.rglob("*")):
-        if file.is_file() and ".git" not in file.parts:
-            name = file.relative_to(source).as_posix()
+        name = file.relative_to(source).as_posix()
+        if file.is_file() and not name.startswith(".git/"):
             digest.update(f"{sha256(file)}  {name}\n".encode())
     return [
         contents.compiled_component(f"compiler: {found['ID']}", found["VERSION"], None),

@@ -9,6 +9,7 @@ import re
 import tarfile
 import uuid
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -28,8 +29,11 @@ from cpu_wheel.pins import PATCHES, ROOT, Archive, BuildError, Release
 GENERATED = ("vllm/_version.py",)
 DIST_INFO = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")
 SBOM = "sboms/vllm.cdx.json"
-# What is compiled whatever the variants of the kernels.
+# What is compiled whatever the variants of the kernels; the kernels; and all of it,
+# with the host's tcmalloc if that was asked for.
 COMPILED_MODULES = ("spinloop", "fs_io_C")
+KERNELS = r"vllm/_C(_AVX512|_AVX2)?\.abi3\.so"
+COMPILED = rf"vllm/(spinloop|fs_io_C)\.abi3\.so|{KERNELS}|vllm/libs/libtcmalloc.*"
 
 
 def sha256_component(kind: ComponentType, name: str, digest: str) -> Component:
@@ -71,16 +75,6 @@ def compiled_component(name: str, version: str, digest: str | None) -> Component
     return component
 
 
-def read_sbom(wheel: Path) -> bytes:
-    """Return the bill of materials of a wheel, empty if it has none."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith(SBOM)]
-            return archive.read(names[0]) if names else b""
-    except zipfile.BadZipFile:
-        return b""
-
-
 def compiled_with(sbom: bytes) -> list[Component]:
     """Return with what a wheel's native modules were compiled, if they were."""
     try:
@@ -94,7 +88,7 @@ def compiled_with(sbom: bytes) -> list[Component]:
             for item in items
             if item["name"] == "oneDNN" or item["name"].startswith("compiler: ")
         ]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return []
 
 
@@ -147,6 +141,31 @@ def record(name: str, content: bytes) -> tuple[str, str, str]:
     return name, f"sha256={digest.rstrip('=')}", str(len(content))
 
 
+def read_wheel(wheel: Path, release: Release) -> dict[str, bytes]:
+    """Return the files of a wheel by name.
+
+    Raises:
+        BuildError: It is no wheel of this release, or damaged.
+    """
+    if not wheel.is_file():
+        raise BuildError(f"{wheel}: no such file")
+    bad = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError)
+    name = ""
+    members = {}
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                members[name] = archive.read(name)
+        name = f"vllm-{release.wheel_version}.dist-info/RECORD"
+        members.get(name, b"").decode()
+    except bad as error:
+        what = f"{name} is damaged" if name else "is no wheel"
+        raise BuildError(f"{wheel} {what}: {error}") from None
+    if name not in members:
+        raise BuildError(f"{wheel} is not vLLM {release.wheel_version}")
+    return members
+
+
 def verify(
     wheel: Path, release: Release, sdist: Path, native_wheel: Path | None, tree: Path
 ) -> tuple[Counter[str], list[str]]:
@@ -166,21 +185,13 @@ def verify(
     Raises:
         BuildError: It is no wheel of this release.
     """
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            if broken := archive.testzip():
-                raise BuildError(f"{wheel}: {broken} is damaged")
-            members = {name: archive.read(name) for name in archive.namelist()}
-    except zipfile.BadZipFile as error:
-        raise BuildError(f"{wheel} is no wheel: {error}") from None
     info = f"vllm-{release.wheel_version}.dist-info/"
-    if f"{info}RECORD" not in members:
-        raise BuildError(f"{wheel} is not vLLM {release.wheel_version}")
+    members = read_wheel(wheel, release)
     sources = Sources(release, sdist, native_wheel, tree)
     kinds: Counter[str] = Counter()
     wrong = []
     rows = csv.reader(members[f"{info}RECORD"].decode().splitlines())
-    recorded = set(map(tuple, rows))
+    recorded = {tuple(row) for row in rows}
     for name, content in members.items():
         kind, expected = sources.origin(name, info, content)
         if kind is None:
@@ -191,8 +202,10 @@ def verify(
             wrong.append(f"{name}: differs from RECORD")
         else:
             kinds[kind] += 1
-    needed = [*sources.modules(), info + SBOM]
-    wrong += [f"{name}: missing" for name in needed if name not in members]
+    needed = {*sources.needed(info), *(row[0] for row in recorded if row)}
+    wrong += [f"{name}: missing" for name in sorted(needed - members.keys())]
+    if not any(re.fullmatch(KERNELS, name) for name in members):
+        wrong.append("vllm/_C*.abi3.so: missing, so there are no kernels")
     return kinds, wrong
 
 
@@ -235,7 +248,7 @@ class Sources:
         name = name.replace(f"{info}licenses/", "")
         if name in self.native:
             return "the native wheel", self.native[name]
-        if not self.native and re.fullmatch(r"vllm/[^/]+\.so", name):
+        if not self.native and re.fullmatch(COMPILED, name):
             return "compiled, as in RECORD", None
         if name in self.overlay:
             return "the overlay", (ROOT / name).read_bytes()
@@ -259,12 +272,13 @@ class Sources:
         )
         return make_sbom(self.release, int(epoch), native)
 
-    def modules(self) -> list[str]:
-        """Return the modules that a wheel must have."""
+    def needed(self, info: str) -> list[str]:
+        """Return what a wheel must have: modules, licences, what describes it."""
         native = self.native or [f"vllm/{name}.abi3.so" for name in COMPILED_MODULES]
         files = {*self.upstream, *self.overlay, *self.patches, *native}
-        return sorted(
-            name
-            for name in files
-            if name.startswith("vllm/") and name.endswith((".py", ".so"))
-        )
+        licences = [f for f in files if f == "LICENSE" or f.startswith("licenses/")]
+        return [
+            *(f for f in files if f.startswith("vllm/") and f.endswith((".py", ".so"))),
+            *(f"{info}licenses/{name}" for name in licences),
+            *(info + name for name in (*DIST_INFO, SBOM)),
+        ]

@@ -78,6 +78,7 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
         BuildError: The host or an input is not what it must be.
     """
     release = load_release(settings.release)
+    BUILD.mkdir(parents=True, exist_ok=True)
     if not settings.precompiled:
         compiled.check_host()
         tree = make_source(settings)

@@ -156,7 +156,8 @@ def run_setup(
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(PROGRESS_SECONDS)
-                steps = re.findall(r"^\[\d+/\d+\]|^\[ *\d+%\]", log.read_text(), re.M)
+                text = log.read_text(errors="replace")
+                steps = re.findall(r"^\[\d+/\d+\]|^\[ *\d+%\]", text, re.M)
                 if process.returncode is None and steps and steps[-1] != shown:
                     shown = steps[-1]
                     print(f"cpu_wheel: compiling {shown}", file=sys.stderr, flush=True)
@@ -175,7 +176,7 @@ def first_error(log: Path) -> str:
     """
     text = log.read_text(errors="replace")
     if match := re.search(r"^CMake Error[^\n]*\n((?:[^\n]*\n)+?)\n\n", text, re.M):
-        return " ".join(match[1].split())
+        return " ".join(match[1].partition("Call Stack")[0].split())
     if match := re.search(r"^.*\berror: .+$", text, re.M):
         return match[0]
     return (text.strip().splitlines() or ["no output"])[-1]

@@ -8,7 +8,7 @@
 # SDIST is the release's, which is checked as always. oneDNN is the source package of
 # trixie, as sid has its library only. Takes 7 GB and, on 2 cores, about an hour.
 set -eu
-[ $# -ge 2 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '3,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 root=$1 sdist=$2 release=${3:-0.33.0}
 here=$(cd "$(dirname "$0")/.." && pwd)
 [ "$(id -u)" = 0 ] || { echo "debian-sid.sh: run it as root" >&2; exit 1; }
@@ -16,10 +16,9 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 command -v debootstrap > /dev/null ||
   { echo "debian-sid.sh: debootstrap is not installed" >&2; exit 1; }
 
-[ -e "$root/etc/debian_version" ] || debootstrap --variant=minbase sid "$root"
-for folder in proc sys dev; do
-  mountpoint -q "$root/$folder" || mount --bind "/$folder" "$root/$folder"
-done
+[ -e "$root/made" ] || { debootstrap --variant=minbase sid "$root"; touch "$root/made"; }
+trap 'for folder in proc sys dev; do umount "$root/$folder"; done' EXIT
+for folder in proc sys dev; do mount --bind "/$folder" "$root/$folder"; done
 in_root() { chroot "$root" env DEBIAN_FRONTEND=noninteractive "$@"; }
 
 in_root apt-get update -qq

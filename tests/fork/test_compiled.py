@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cpu_wheel import compiled, contents, wheel
-from cpu_wheel.pins import ROOT, BuildError, Release, Settings
+from cpu_wheel.pins import ROOT, BuildError, Release, Settings, load_release
 from tests.fork.conftest import Run
 
 
@@ -94,19 +94,26 @@ def test_onednn_out_of_reach(
 ) -> None:
     line = build(tree, release, tmp_path)
     assert "oneDNN cannot be fetched from https://" in line
-    assert "set FETCHCONTENT_SOURCE_DIR_ONEDNN to a oneDNN source tree" in line
+    assert line.endswith("set FETCHCONTENT_SOURCE_DIR_ONEDNN to a oneDNN source tree")
 
 
-def test_onednn_is_no_source_tree(
+def test_what_was_wrong_is_not_remembered(
     compiler: Path,
+    host: Path,
     tree: Path,
     release: Release,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("FETCHCONTENT_SOURCE_DIR_ONEDNN", str(tmp_path))
+    """The folder stays for the next run, but not CMake's choices of the last one."""
+    old = say_version(host / "an-old-g++", 12, 2, monkeypatch)
+    assert f"({old})" in build(tree, release, tmp_path)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert "oneDNN cannot be fetched" in build(tree, release, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FETCHCONTENT_SOURCE_DIR_ONEDNN", "bin")
     line = build(tree, release, tmp_path)
-    assert f"FETCHCONTENT_SOURCE_DIR_ONEDNN={tmp_path} is no oneDNN source tree" in line
+    assert f"FETCHCONTENT_SOURCE_DIR_ONEDNN={host} is no oneDNN source tree" in line
 
 
 def configure(tree: Path, folder: Path, first: str, last: str, set_up: str) -> str:
@@ -150,13 +157,18 @@ def test_libgomp_is_found_where_the_compiler_keeps_it(
     assert f"libgomp {library} sleef" in said
 
 
-@pytest.mark.parametrize("place", ["torch", "system", "nowhere"])
+@pytest.mark.parametrize("place", ["torch", "system", "both", "one", "nowhere"])
 def test_sleef(place: str, host: Path, tree: Path, tmp_path: Path) -> None:
+    """PyTorch's own first; with both in one folder, as in conda-forge, it is linked."""
     torch, system = tmp_path / "torch/include", tmp_path / "system"
+    if place == "one":
+        torch = system / "include"
     for folder in (torch, system / "include", system / "lib"):
-        folder.mkdir(parents=True)
-    if place != "nowhere":
-        (torch if place == "torch" else system / "include").joinpath("sleef.h").touch()
+        folder.mkdir(parents=True, exist_ok=True)
+    if place in ("torch", "both"):
+        (torch / "sleef.h").touch()
+    if place in ("system", "both", "one"):
+        (system / "include/sleef.h").touch()
     (system / "lib/libsleef.so").touch()
     said = configure(
         tree,
@@ -169,8 +181,10 @@ def test_sleef(place: str, host: Path, tree: Path, tmp_path: Path) -> None:
     if place == "nowhere":
         assert f"sleef.h is neither in PyTorch's {torch} nor in the system" in said
     else:
-        found = system / "lib/libsleef.so" if place == "system" else ""
-        assert f"sleef {found}." in said
+        found = re.search(r"sleef (\S*)\.(?: |$)", said)
+        assert found
+        linked = "" if place in ("torch", "both") else str(system / "lib/libsleef.so")
+        assert found[1].replace("include/../", "") == linked
 
 
 def functions(tree: Path, *names: str) -> dict[str, Any]:
@@ -204,7 +218,7 @@ def test_tcmalloc_of_the_host(
     [
         ("", ["vllm._C", "vllm._C_AVX512", "vllm._C_AVX2"]),
         ("avx2", ["vllm._C_AVX2"]),
-        ("AVX2, amx", ["vllm._C", "vllm._C_AVX2"]),
+        ("AVX2, amx,", ["vllm._C", "vllm._C_AVX2"]),
         ("avx512;avx2", ["vllm._C_AVX512", "vllm._C_AVX2"]),
     ],
 )
@@ -227,6 +241,15 @@ def test_unknown_variant(
     line = build(tree, release, tmp_path)
     assert "VLLM_CPU_X86_VARIANTS='avx2,avx3': expected some of" in line
     assert "amx, avx512, avx2" in line
+
+
+def test_variants_of_an_older_release(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_X86_VARIANTS", "avx2")
+    (tmp_path / "setup.py").touch()
+    line = build(tmp_path, load_release("0.30.0"), tmp_path / "build")
+    assert "VLLM_CPU_X86_VARIANTS is for vLLM 0.31.0 and newer, 0.30.0 has no" in line
 
 
 def test_bad_choice_of_native_modules(run: Run) -> None:
@@ -257,7 +280,10 @@ def test_only_what_differs_is_compiled_again(tmp_path: Path) -> None:
     compiled.update(tree, work)
     before = {path: path.stat().st_mtime_ns for path in work.rglob("*.cpp")}
     (tree / "csrc/b.cpp").write_text("changed")
+    (work / "vllm").mkdir()
+    (work / "vllm/dropped.py").touch()
     compiled.update(tree, work)
+    assert not (work / "vllm/dropped.py").exists()
     after = {path: path.stat().st_mtime_ns for path in work.rglob("*.cpp")}
     assert {p.name for p in before if before[p] != after[p]} == {"b.cpp"}
     assert (work / "csrc/b.cpp").read_text() == "changed"

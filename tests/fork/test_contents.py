@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bill of materials in the wheel, and that `verify` names whatever differs."""
 
+import csv
+import io
 import json
 import zipfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +99,82 @@ def test_what_differs_is_named(
 
 @pytest.mark.parametrize("size", [0, 1000, -1000])
 def test_truncated_wheel(
-    wheel: Path, sources: dict[str, Any], tmp_path: Path, size: int
+    wheel: Path, release: Release, tmp_path: Path, size: int
 ) -> None:
     cut = tmp_path / wheel.name
     cut.write_bytes(wheel.read_bytes()[:size])
 
     with pytest.raises(BuildError, match="is no wheel"):
-        contents.verify(cut, **sources)
+        contents.read_wheel(cut, release)
+
+
+def test_one_byte_of_a_wheel(wheel: Path, release: Release, tmp_path: Path) -> None:
+    """Wherever in a file's compressed bytes, the file is named."""
+    other = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        member = archive.getinfo("vllm/platforms/cpu.py")
+    content = bytearray(wheel.read_bytes())
+    for place in range(100, 2100, 500):
+        start = member.header_offset + place
+        content[start] ^= 0x55
+        other.write_bytes(content)
+        content[start] ^= 0x55
+        with pytest.raises(BuildError, match=r"vllm/platforms/cpu\.py is damaged"):
+            contents.read_wheel(other, release)
+
+
+def copy_wheel(wheel: Path, other: Path, but: Container[str]) -> None:
+    with zipfile.ZipFile(wheel) as before, zipfile.ZipFile(other, "w") as after:
+        for name in before.namelist():
+            if name not in but:
+                after.writestr(name, before.read(name))
+
+
+def test_what_is_missing_is_named(
+    wheel: Path, sources: dict[str, Any], tmp_path: Path
+) -> None:
+    gone = [
+        "vllm/_C_AVX2.abi3.so",
+        f"{INFO}METADATA",
+        f"{INFO}licenses/licenses/third-party.txt",
+    ]
+    copy_wheel(wheel, tmp_path / wheel.name, gone)
+
+    _, wrong = contents.verify(tmp_path / wheel.name, **sources)
+
+    assert wrong == sorted(f"{name}: missing" for name in gone)
+
+
+def test_native_modules_that_were_compiled(
+    wheel: Path, sources: dict[str, Any], tmp_path: Path
+) -> None:
+    """They pass only for who says that they were, and no other than the known ones."""
+    modules = [f"vllm/{m}.abi3.so" for m in ("_C", "_C_AVX512", "_C_AVX2", "spinloop")]
+    other = tmp_path / wheel.name
+    copy_wheel(wheel, other, [INFO + contents.SBOM, *modules, f"{INFO}RECORD"])
+    with zipfile.ZipFile(other, "a") as archive:
+        native = [contents.compiled_component("compiler: GNU", "14.4.0", None)]
+        sbom = contents.make_sbom(sources["release"], 1 << 30, native)
+        archive.writestr(INFO + contents.SBOM, sbom)
+        for name in ("vllm/spinloop.abi3.so", "vllm/other.abi3.so"):
+            archive.writestr(name, "compiled")
+        rows = [contents.record(n, archive.read(n)) for n in archive.namelist()]
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(
+            [*rows, (f"{INFO}RECORD", "", "")]
+        )
+        archive.writestr(f"{INFO}RECORD", text.getvalue())
+
+    _, wrong = contents.verify(other, **sources)
+    assert "vllm/spinloop.abi3.so: differs from the native wheel" in wrong
+    assert f"{INFO}{contents.SBOM}: differs from the bill of materials" in wrong
+
+    kinds, wrong = contents.verify(other, **sources | {"native_wheel": None})
+    assert wrong == [
+        "vllm/other.abi3.so: comes from nowhere",
+        "vllm/_C*.abi3.so: missing, so there are no kernels",
+    ]
+    assert kinds["compiled, as in RECORD"] == 2  # fs_io_C too
 
 
 def test_verify_says_what_is_wrong(run: Run, native_wheel: Path) -> None:

@@ -123,7 +123,7 @@ def test_build_without_kernels_says_so(run: Run) -> None:
         env={"PYTHONPATH": ""},
     )
     assert result.returncode != 0
-    said = f"There are no CPU kernels: none of {', '.join(modules)} can be imported"
+    said = "There are no CPU kernels for x86 in this build"
     assert said in result.stdout + result.stderr
 
 
