@@ -113,7 +113,7 @@ def components(work: Path) -> list[Component]:
     """
     (cache,) = work.glob("build/temp*/CMakeCache.txt")
     folders = dict(
-        re.findall(r"^DNNL_(SOURCE|BINARY)_DIR:STATIC=(.+)$", cache.read_text(), re.M)
+        re.findall(r"^oneDNN_(SOURCE|BINARY)_DIR:STATIC=(.+)$", cache.read_text(), re.M)
     )
     (compiler,) = cache.parent.glob("CMakeFiles/*/CMakeCXXCompiler.cmake")
     found = dict(
