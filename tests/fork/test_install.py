@@ -115,6 +115,25 @@ def test_kernels_of_every_variant(
     assert (said in result.stdout + result.stderr) == bool(not_built)
 
 
+CONFIGURE = """
+import sys
+import torch
+for feature in ("avx512", "avx512_bf16", "amx_tile"):
+    setattr(torch.cpu, f"_is_{feature}_supported", lambda: True)
+sys.modules |= dict.fromkeys(["vllm._C", "vllm._C_AVX512"])
+from vllm.config import DeviceConfig, VllmConfig
+from vllm.platforms.cpu import CpuPlatform
+CpuPlatform.import_kernels = None
+VllmConfig(device_config=DeviceConfig("cpu"))
+print("RESULT", torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported())
+"""
+
+
+def test_configuration_knows_the_kernels_before_they_are_loaded(run: Run) -> None:
+    result = run("python", "-c", CONFIGURE, cwd=ROOT, env={"PYTHONPATH": ""})
+    assert "RESULT False False" in result.stdout, result.stderr[-2000:]
+
+
 def test_build_without_kernels_says_so(run: Run) -> None:
     modules = [f"vllm.{name}" for name in ("_C", "_C_AVX512", "_C_AVX2")]
     result = run(
