@@ -16,7 +16,7 @@ around. A ratio compares figures of one round, and of one pass.
 
 Speed is measured on one thread, in CPU time. With two, each parallel loop ends where
 one thread waits for the other, busily: whatever else wants a core then stops both, and
-passes of either mode took up to fifty times as long on a machine with other work.
+passes of either mode took up to ninety times as long on a machine with other work.
 The CPU time of one thread holds no waiting; it does hold what the kernel does for the
 thread, such as the first touch of a page.
 """
