@@ -463,8 +463,8 @@ def main() -> None:
         prog="benchmarks.memory",
         description="Measure the KV cache committed at start-up and on use.",
         epilog="Sizes are in MiB. Budgets that do not fit into memory are left out. "
-        "Five rounds take about 13 minutes for memory, 8 for speed and 18 for budget "
-        "on two cores without other work.",
+        "Five rounds took 14 minutes for memory, 7 for speed and 20 for budget on "
+        "two cores with light other work.",
     )
     parser.add_argument("--only", choices=SHOW, help="one part, not all three")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
