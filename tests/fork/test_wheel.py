@@ -130,15 +130,37 @@ def hostile(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def another_user(*folders: Path) -> tuple[str, ...]:
+    """Give folders to another user, and return what makes a command run as that one.
+
+    Only root can. The command may read what root may, such as its Python.
+    """
+    if os.getuid() != 0:
+        return ()
+    for folder in folders:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 12345, 12345)
+    capability = "+dac_read_search"
+    options = ("--reuid=12345", "--regid=12345", "--clear-groups", "--ambient-caps")
+    return ("setpriv", *options, capability, "--inh-caps", capability)
+
+
 def test_setup_py_on_another_host_builds_the_same_bytes(
     wheel: Path, checkout: Path, run: Run, hostile: dict[str, str], release: Release
 ) -> None:
+    user = another_user(checkout, Path(hostile["HOME"]))
     result = run(
-        "python", "setup.py", "bdist_wheel", cwd=checkout, env=hostile, umask=0o077
+        *(*user, "python", "setup.py", "bdist_wheel"),
+        cwd=checkout,
+        env=hostile,
+        umask=0o077,
     )
 
     assert result.returncode == 0, result.stderr
-    assert digest(checkout / "dist" / wheel.name) == digest(wheel)
+    built = checkout / "dist" / wheel.name
+    assert digest(built) == digest(wheel)
+    if user:
+        assert built.stat().st_uid == 12345
     assert list(Path(hostile["HOME"]).glob("*.was-called")) == []
 
 
