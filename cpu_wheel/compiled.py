@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from cyclonedx.model.component import Component
@@ -29,8 +30,13 @@ def check_host() -> None:
     wheel.check_tools()
     if not wheel.installed_version("torch"):
         raise BuildError("torch is not installed, which the native modules link")
-    if not shutil.which("cmake"):
+    if not shutil.which("cmake", path=search_path()):
         raise BuildError("cmake is not on the PATH, which compiles the native modules")
+
+
+def search_path() -> str:
+    """Return the PATH of a build: first the tools of the environment of this Python."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def build_environment(version: str, epoch: int) -> dict[str, str]:
@@ -40,6 +46,7 @@ def build_environment(version: str, epoch: int) -> dict[str, str]:
         {"CMAKE_BUILD_TYPE": "Release"}
         | wheel.build_environment(version, epoch)
         | {
+            "PATH": search_path(),
             "VLLM_USE_PRECOMPILED": "0",
             "VLLM_CPU_BUNDLE_TCMALLOC": os.environ.get("VLLM_CPU_BUNDLE_TCMALLOC", "0"),
             VARIANTS: os.environ.get(VARIANTS, ""),
