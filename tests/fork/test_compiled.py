@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,45 +55,40 @@ def say_version(
     return path
 
 
-def build(tree: Path, release: Release, folder: Path) -> str:
-    """Return the one line with which a build from source ends."""
-    path = folder / "dist" / wheel.wheel_name(release.wheel_version, False)
-    with pytest.raises(BuildError) as error:
-        compiled.build(tree, release, 1 << 30, folder, path)
-    assert not path.exists()
-    assert not (folder / "cargo was run").exists()
-    (line,) = str(error.value).splitlines()
-    return line
+@pytest.fixture
+def build(tree: Path, release: Release, tmp_path: Path) -> Callable[..., str]:
+    """Build from source and return the one line with which that ends."""
+
+    def build(tree: Path = tree, release: Release = release) -> str:
+        path = tmp_path / "dist" / wheel.wheel_name(release.wheel_version, False)
+        with pytest.raises(BuildError) as error:
+            compiled.build(tree, release, 1 << 30, tmp_path, path)
+        assert not path.exists()
+        assert not (tmp_path / "cargo was run").exists()
+        (line,) = str(error.value).splitlines()
+        return line
+
+    return build
 
 
 def test_compiler_too_old(
-    host: Path,
-    tree: Path,
-    release: Release,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    host: Path, build: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = say_version(host / "g++", 12, 2, monkeypatch)
-    line = build(tree, release, tmp_path)
+    line = build()
     assert "X86 backend requires gcc/g++ >= 12.3, found GNU 12.2" in line
     assert f"({old}): set CC and CXX to a newer one" in line
 
 
 def test_no_compiler(
-    host: Path,
-    tree: Path,
-    release: Release,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    host: Path, build: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "g++-of-another-host")
-    assert "g++-of-another-host" in build(tree, release, tmp_path)
+    assert "g++-of-another-host" in build()
 
 
-def test_onednn_out_of_reach(
-    compiler: Path, tree: Path, release: Release, tmp_path: Path
-) -> None:
-    line = build(tree, release, tmp_path)
+def test_onednn_out_of_reach(compiler: Path, build: Callable[..., str]) -> None:
+    line = build()
     assert "oneDNN cannot be fetched from https://" in line
     assert line.endswith("set FETCHCONTENT_SOURCE_DIR_ONEDNN to a oneDNN source tree")
 
@@ -100,19 +96,17 @@ def test_onednn_out_of_reach(
 def test_what_was_wrong_is_not_remembered(
     compiler: Path,
     host: Path,
-    tree: Path,
-    release: Release,
-    tmp_path: Path,
+    build: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The folder stays for the next run, but not CMake's choices of the last one."""
     old = say_version(host / "an-old-g++", 12, 2, monkeypatch)
-    assert f"({old})" in build(tree, release, tmp_path)
+    assert f"({old})" in build()
     monkeypatch.setenv("CXX", str(compiler))
-    assert "oneDNN cannot be fetched" in build(tree, release, tmp_path)
-    monkeypatch.chdir(tmp_path)
+    assert "oneDNN cannot be fetched" in build()
+    monkeypatch.chdir(host.parent)
     monkeypatch.setenv("FETCHCONTENT_SOURCE_DIR_ONEDNN", "bin")
-    line = build(tree, release, tmp_path)
+    line = build()
     assert f"FETCHCONTENT_SOURCE_DIR_ONEDNN={host} is no oneDNN source tree" in line
 
 
@@ -231,24 +225,20 @@ def test_variants_are_chosen(
 
 
 def test_unknown_variant(
-    host: Path,
-    tree: Path,
-    release: Release,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    host: Path, build: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_X86_VARIANTS", "avx2,avx3")
-    line = build(tree, release, tmp_path)
+    line = build()
     assert "VLLM_CPU_X86_VARIANTS='avx2,avx3': expected some of" in line
     assert "amx, avx512, avx2" in line
 
 
 def test_variants_of_an_older_release(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_X86_VARIANTS", "avx2")
     (tmp_path / "setup.py").touch()
-    line = build(tmp_path, load_release("0.30.0"), tmp_path / "build")
+    line = build(tmp_path, load_release("0.30.0"))
     assert "VLLM_CPU_X86_VARIANTS is for vLLM 0.31.0 and newer, 0.30.0 has no" in line
 
 
