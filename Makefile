@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series packager-series packaging package-check verify worktree refresh stock test test-all test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all packaging-tools table install wheel source series packager-series packaging package-check verify worktree refresh stock test test-all test-packaging test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -20,7 +20,9 @@ help: ## show the targets
 
 # The output of `make series` is for scripts, so this says nothing there.
 $(VENV)/tools: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import cpu_wheel'
+	@command -v $(PYTHON) > /dev/null || \
+	  { echo "make: missing: $(PYTHON) (Python 3.11 or newer); see the README's first lines" >&2; exit 1; }
+	@$(PYTHON) cpu_wheel/host.py
 	@$(PYTHON) -m venv $(VENV)
 	@echo "installing the build tools into $(VENV) ..." >&2
 	@$(PIP) 'pip==26.3' && $(PIP) -c constraints.txt --group build --group test --group lint || \
@@ -52,6 +54,10 @@ series: $(VENV)/tools ## print the patch files of a release (RELEASE=X), in orde
 packager-series: $(VENV)/tools ## write the series, the overlay as its last patch, to OUT=DIR
 	@$(TOOL) packager-series "$${OUT:?OUT=DIR names the new folder}"
 
+
+packaging-tools:
+	@$(PYTHON) cpu_wheel/host.py packaging
+
 packaging: install ## write the patch lists, hashes and requirements that packaging/ repeats
 	@$(PY) -m checks.recipes
 
@@ -72,11 +78,17 @@ lint: $(VENV)/ready ## ruff and mypy on our own code
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test: install stock lint ## all tests but those that take minutes
-	$(PY) -m pytest -m 'not slow_test and not omni_test'
+# Two engines at once, as most of a test is one thread's work: importing vLLM.
+PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadgroup
 
-test-all: install stock lint ## all tests but those with vllm-omni
-	$(PY) -m pytest -m 'not omni_test'
+test: install stock lint ## the tests of every change, at most 10 minutes
+	$(PYTEST) -m 'not slow_test and not packaging_test and not omni_test'
+
+test-all: install stock lint test-packaging ## all tests but those with vllm-omni
+	$(PYTEST) -m 'not packaging_test and not omni_test'
+
+test-packaging: packaging-tools install stock ## tests with a distribution's tools
+	$(PYTEST) -m packaging_test tests/fork
 
 # A folder of its own: in an environment vllm-omni's plugin would change every engine.
 build/omni/ready: tests/fork/omni/requirements.txt $(VENV)/tools

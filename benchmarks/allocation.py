@@ -7,6 +7,7 @@ build is imported once and each row runs in a forked child of it.
 """
 
 import argparse
+import concurrent.futures
 import json
 import multiprocessing
 import os
@@ -16,6 +17,8 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from cpu_wheel.pins import ROOT, Settings, load_release
 from cpu_wheel.steps import BUILD
@@ -167,7 +170,13 @@ def main() -> int:
         measure(arguments.results)
         return 0
 
-    stock, fork = (run(b, BUILD / f"allocation-{b}.log") for b in ("stock", "fork"))
+    # Side by side, where two engines with the largest budget fit.
+    fits = psutil.virtual_memory().available > 12 * GiB
+    with concurrent.futures.ThreadPoolExecutor(2 if fits else 1) as builds:
+        stock, fork = builds.map(
+            lambda build: run(build, BUILD / f"allocation-{build}.log"),
+            ("stock", "fork"),
+        )
     rows: list[dict[str, Any]] = [
         {
             "VLLM_CPU_KVCACHE_SPACE": row.variable,

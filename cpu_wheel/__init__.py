@@ -11,9 +11,8 @@ backend.py (PEP 517).
 import sys
 
 # This file must parse on any Python 3, so that an old one gets the message.
-if sys.version_info < (3, 11, 4):
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(
-        "cpu_wheel: Python {}.{}.{} is too old: vLLM, and unpacking its sources safely,"
-        " take Python 3.11.4 or newer; name one, as in "
+        "cpu_wheel: Python {}.{}.{} is too old: 3.11 or newer is needed, as in "
         "`make PYTHON=python3.11`".format(*sys.version_info[:3])
     )

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from cpu_wheel.pins import ROOT, BuildError
 
+if not hasattr(tarfile, "data_filter"):  # as Python 3.11.2 of Debian 12
+    from backports import tarfile  # type: ignore[no-redef]
+
 OVERLAY = ("vllm/**/*.py", "tests/**/*.py", "licenses/*.txt")
 # What tests the fork itself is not part of what upstream's tree gets.
 NOT_OVERLAY = ("tests/fork/",)
