@@ -78,8 +78,9 @@ lint: $(VENV)/ready ## ruff and mypy on our own code
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# Two engines at once, as most of a test is one thread's work: importing vLLM.
-PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadgroup
+# Two files at once, and so one thread an engine: most of a test is importing vLLM.
+PYTEST := VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
+  $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: install stock lint ## the tests of every change, at most 10 minutes
 	$(PYTEST) -m 'not slow_test and not packaging_test and not omni_test'

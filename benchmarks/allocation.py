@@ -117,6 +117,8 @@ def run(build: str, log: Path) -> list[dict[str, Any]]:
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     environment.pop("PYTHONPATH", None)
+    # With a thread for each core, two engines at once would wait for each other.
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     if build == "stock":
         release = load_release(Settings.from_environment().release)
         environment["PYTHONPATH"] = str(BUILD / f"stock-{release.version}")

@@ -3,7 +3,6 @@
 
 import concurrent.futures
 import contextlib
-import ctypes
 import email
 import importlib.metadata
 import os
@@ -21,7 +20,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from cpu_wheel import contents
+from cpu_wheel import contents, host
 from cpu_wheel.pins import BuildError
 
 # What is true of the pinned native modules: two use the limited API of 3.11, all
@@ -52,13 +51,9 @@ def check_host(torch: str) -> None:
     Raises:
         BuildError: Something is missing; names what, and how to get it.
     """
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError:
-        raise BuildError(
-            "libnuma.so.1 is missing, without which vLLM has no CPU kernels: install "
-            "libnuma1 (Debian, Ubuntu), numactl-libs (Fedora) or libnuma (conda-forge)"
-        ) from None
+    library = "libnuma.so.1"
+    if lacks := host.missing({library: host.BUILD_AND_TEST[library]}):
+        raise BuildError(f"{lacks} (without it vLLM has no CPU kernels)")
     check_tools()
     if (found := installed_version("torch")) != torch:
         raise BuildError(

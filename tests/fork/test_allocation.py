@@ -11,6 +11,7 @@ from cpu_wheel.pins import ROOT
 from tests.fork.conftest import Run
 
 
+@pytest.mark.slow_test
 @pytest.mark.timeout(1200)
 def test_table(run: Run) -> None:
     result = run("python", "-m", "benchmarks.allocation", "--json", cwd=ROOT)

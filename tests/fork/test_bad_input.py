@@ -17,7 +17,7 @@ import pytest
 
 from cpu_wheel import steps
 from cpu_wheel import wheel as wheel_module
-from cpu_wheel.pins import BuildError, Release
+from cpu_wheel.pins import ROOT, BuildError, Release
 from tests.fork.conftest import Run
 
 COMMAND = ("python", "-m", "cpu_wheel")
@@ -106,12 +106,56 @@ def test_old_python(checkout: Path) -> None:
     assert "3.11 or newer" in line
 
 
+def test_make_names_all_that_is_missing_before_it_downloads(
+    checkout: Path, tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("make", "sh"):
+        (tools / tool).symlink_to(shutil.which(tool) or "")
+
+    result = subprocess.run(
+        ["make", f"PYTHON={sys.executable}"],
+        cwd=checkout,
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 2
+    line, _ = result.stderr.splitlines()  # the second is make's own
+    assert line == (
+        "cpu_wheel: missing: git, a C++ compiler; Debian's packages are: git g++"
+    )
+    assert not (checkout / ".venv").exists()
+
+
+def test_old_python_is_named_with_the_rest() -> None:
+    code = (
+        "import sys; sys.version_info = (3, 9, 2); sys.path.insert(0, 'cpu_wheel');"
+        "import host; print(host.missing({'no-such-tool': ('a tool', 'deb', 'rpm')}))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+    assert "Python 3.11 or newer (this is 3.9.2; as in make PYTHON=python3.11)" in said
+    assert ", a tool; " in said
+
+
 def test_missing_libnuma(monkeypatch: pytest.MonkeyPatch, release: Release) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(BuildError, match="install libnuma1"):
+    with pytest.raises(
+        BuildError, match=r"missing: libnuma\.so\.1.* libnuma1 \(without"
+    ):
         wheel_module.check_host(release.torch)
 
 

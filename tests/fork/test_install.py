@@ -74,6 +74,7 @@ def test_vllm_command_starts(run: Run) -> None:
     assert result.stdout.split()[-1] == "0.32.0+cpu.kv1"
 
 
+SLOW = pytest.mark.slow_test
 AVX512, BF16, AMX = "avx512f", "avx512_bf16", "amx_tile"
 
 
@@ -81,11 +82,13 @@ AVX512, BF16, AMX = "avx512f", "avx512_bf16", "amx_tile"
     ("features", "not_built", "module"),
     [
         pytest.param([], [], "_C_AVX2", id="avx2"),
-        pytest.param([AVX512], [], "_C_AVX512", id="avx512"),
-        pytest.param([AVX512, BF16], [], "_C", id="avx512-bf16"),
+        pytest.param([AVX512], [], "_C_AVX512", id="avx512", marks=SLOW),
+        pytest.param([AVX512, BF16], [], "_C", id="avx512-bf16", marks=SLOW),
         pytest.param([AVX512, BF16], ["_C"], "_C_AVX512", id="no-amx-built"),
         pytest.param(
-            [AVX512, BF16, AMX], ["_C", "_C_AVX512"], "_C_AVX2", id="only-avx2"
+            *([AVX512, BF16, AMX], ["_C", "_C_AVX512"], "_C_AVX2"),
+            id="only-avx2",
+            marks=SLOW,
         ),
     ],
 )

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That a distribution's own tools take the series, and make the tree that we build.
-
-A missing tool fails: the message names the package that has it.
-"""
+"""That a distribution's own tools take the series, and make the tree that we build."""
 
 import os
 import re
@@ -21,6 +18,7 @@ from cpu_wheel.pins import BuildError, Release, Settings, load_release, read_pin
 VERSION = load_release().version
 
 
+@pytest.mark.packaging_test
 @pytest.mark.parametrize("version", read_pins()["release"])
 def test_patch_without_fuzz(version: str, tmp_path: Path) -> None:
     """On the pinned release no hunk is at another line, and the tree is ours."""
@@ -39,6 +37,7 @@ def test_patch_without_fuzz(version: str, tmp_path: Path) -> None:
     assert content(tree) == content(made)
 
 
+@pytest.mark.packaging_test
 def test_quilt(inputs: Inputs, ours: dict[str, bytes], tmp_path: Path) -> None:
     before = content(package.unpack(inputs, tmp_path / "before"))
 
@@ -77,6 +76,7 @@ def test_dep_3_fields(inputs: Inputs) -> None:
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", fields["Last-Update"]), name
 
 
+@pytest.mark.packaging_test
 def test_wheel_of_a_patched_tree(
     inputs: Inputs,
     native_wheel: Path,

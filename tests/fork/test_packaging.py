@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""packaging/: each file does what it is for, by the tool that it is for.
-
-A missing tool fails: the message names the package that has it.
-"""
+"""packaging/: each file does what it is for, by the tool that it is for."""
 
 import email.utils
 import json
@@ -28,6 +25,7 @@ OTHER_LICENCE = re.compile(
 )
 
 
+@pytest.mark.packaging_test
 def test_debian_source_package(
     inputs: Inputs, ours: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -41,6 +39,7 @@ def test_debian_source_package(
     assert patched == inputs.names
 
 
+@pytest.mark.packaging_test
 def test_dpkg_source_before_build(
     inputs: Inputs, ours: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -76,12 +75,14 @@ def test_debian_rules_ask_for_onednn(tmp_path: Path) -> None:
         package.run(tmp_path, "make", "-f", "debian/rules", target)
 
 
+@pytest.mark.packaging_test
 def test_rpmbuild(inputs: Inputs, ours: dict[str, bytes], tmp_path: Path) -> None:
     made = package.rpm_tree(inputs, tmp_path)
 
     assert content(made, "SPECPARTS") == ours
 
 
+@pytest.mark.packaging_test
 def test_rpmbuild_refuses_another_archive(inputs: Inputs, tmp_path: Path) -> None:
     other = tmp_path / inputs.sdist.name
     other.write_bytes(inputs.sdist.read_bytes()[:-1])
@@ -90,6 +91,7 @@ def test_rpmbuild_refuses_another_archive(inputs: Inputs, tmp_path: Path) -> Non
         package.rpm_tree(inputs._replace(sdist=other), tmp_path / "rpm")
 
 
+@pytest.mark.packaging_test
 def test_rattler_build(inputs: Inputs, ours: dict[str, bytes], tmp_path: Path) -> None:
     tree, why = package.rattler(inputs, tmp_path)
 
@@ -145,6 +147,7 @@ def test_copyright_covers_the_tree(ours: dict[str, bytes]) -> None:
             assert found is not paragraphs[0], f"{name} is not only under Apache-2.0"
 
 
+@pytest.mark.packaging_test
 def test_rattler_build_refuses_another_archive(inputs: Inputs, tmp_path: Path) -> None:
     other = tmp_path / inputs.sdist.name
     other.write_bytes(inputs.sdist.read_bytes()[:-1])

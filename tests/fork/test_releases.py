@@ -82,26 +82,7 @@ def test_series_applies(
     subprocess.run([*ruff, *changed], cwd=tmp_path / "tree", check=True)
 
 
-@pytest.mark.parametrize("version", RELEASES)
-def test_gnu_patch_takes_the_series_without_fuzz(version: str, tmp_path: Path) -> None:
-    """As quilt applies it, which calls patch."""
-    release = load_release(version)
-    source.unpack(sdist(release), tmp_path / "tree")
-
-    report = ""
-    for line in release.series_file.read_text().splitlines():
-        report += subprocess.run(
-            ["patch", "-p1", "--fuzz=0", "--force", "-i", PATCHES / line],
-            cwd=tmp_path / "tree",
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-    assert "patching file vllm/envs.py" in report
-    assert "fuzz" not in report
-
-
+@pytest.mark.slow_test
 @pytest.mark.parametrize("version", RELEASES)
 def test_slot_mapping_fallback_takes_what_its_caller_gives(
     version: str, tmp_path: Path
@@ -286,6 +267,7 @@ print(json.dumps(plans))
 """
 
 
+@pytest.mark.slow_test
 def test_planner_of_the_newest_release(tmp_path: Path) -> None:
     """Its engine has the functions elsewhere, and plans the same budgets."""
     newest = load_release(RELEASES[0])

@@ -50,17 +50,6 @@ def python_files(tree: Path, release: Release) -> dict[str, bytes]:
     return {name: (tree / name).read_bytes() for name in touched}
 
 
-def test_patch_takes_the_series_without_an_offset(
-    copy: Path, tree: Path, release: Release
-) -> None:
-    for patch in release.series:
-        report = checked("patch", "-p1", "--fuzz=0", f"--input={patch}", cwd=copy)
-        assert "offset" not in report
-        assert "fuzz" not in report
-
-    assert python_files(copy, release) == python_files(tree, release)
-
-
 def test_git_am_takes_the_series(copy: Path, tree: Path, release: Release) -> None:
     git = ("git", "-c", "user.name=a", "-c", "user.email=a@b.invalid")
     checked(*git, "init", "--quiet", cwd=copy)

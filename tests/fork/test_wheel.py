@@ -164,6 +164,7 @@ def test_setup_py_on_another_host_builds_the_same_bytes(
     assert list(Path(hostile["HOME"]).glob("*.was-called")) == []
 
 
+@pytest.mark.slow_test
 def test_pip_and_a_git_clone_build_the_same_bytes(
     wheel: Path, checkout: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_pip_and_a_git_clone_build_the_same_bytes(
     assert digest(tmp_path / "wheels" / wheel.name) == digest(wheel)
 
 
+@pytest.mark.slow_test
 def test_cmake_builds_the_same_bytes(
     wheel: Path, checkout: Path, tmp_path: Path, run: Run, tree: Path, sdist: Path
 ) -> None:
