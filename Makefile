@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all packaging-tools table install wheel source series packager-series packaging package-check verify worktree refresh stock test test-all test-packaging test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all packaging-tools table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-packaging test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -42,33 +42,27 @@ install: $(VENV)/ready ## build the wheel and install it into .venv
 wheel: $(VENV)/ready ## build the wheel into dist/
 	@$(TOOL) wheel
 
-verify: $(VENV)/tools ## check where each file of WHEEL=FILE comes from
-	@$(TOOL) verify "$${WHEEL:?WHEEL=FILE names the wheel}"
+# Commands of python -m cpu_wheel, with their argument and RELEASE=X, if any.
+source series packager-series verify refresh: $(VENV)/tools
+	@$(TOOL) $@ $${OUT:+"$$OUT"} $${WHEEL:+"$$WHEEL"}
 
-source: $(VENV)/tools ## make the patched source tree (RELEASE=X: of another release)
-	@$(TOOL) source
-
-series: $(VENV)/tools ## print the patch files of a release (RELEASE=X), in order
-	@$(TOOL) series
-
-packager-series: $(VENV)/tools ## write the series, the overlay as its last patch, to OUT=DIR
-	@$(TOOL) packager-series "$${OUT:?OUT=DIR names the new folder}"
+source: ## make the patched source tree
+series: ## print the patch files of a release, in order
+packager-series: ## write the series, the overlay as its last patch, to OUT=DIR
+verify: ## check where each file of WHEEL=FILE comes from
+refresh: ## write the commits of the worktree back to patches/
 
 
 packaging-tools:
 	@$(PYTHON) cpu_wheel/host.py packaging
 
 packaging: install ## write the patch lists, hashes and requirements that packaging/ repeats
-	@$(PY) -m checks.recipes
+	@$(TOOL) recipes
 
-package-check: install ## run distributions' tools on packaging/ and say where each ends
-	@$(PY) -m checks.package
-
-worktree: $(VENV)/tools ## make a git repository to edit, one commit a patch
+# The last line is for upstream's tests/conftest.py, as in upstream-tests.
+worktree: $(VENV)/ready ## make a git repository to edit and test, one commit a patch
 	@$(TOOL) worktree
-
-refresh: $(VENV)/tools ## write that repository's commits back to patches/
-	@$(TOOL) refresh
+	@$(PIP) -c constraints.txt --group upstream-tests
 
 stock: $(VENV)/ready ## unpack the native wheel as published, for comparison
 	@$(TOOL) stock
@@ -104,12 +98,12 @@ matrix: install ## build every release and run the KV cache tests on each
 	$(PY) -m checks.matrix
 
 upstream-tests: install ## compare upstream's own tests on stock and patched
-	@$(PY) -m pip install --quiet -c constraints.txt --group upstream-tests
+	@$(PIP) -c constraints.txt --group upstream-tests
 	$(PY) -m checks.upstream_tests
 
 pr: install stock ## write the pull request to build/pr/ and run upstream's hooks
-	@$(PY) -m pip install --quiet -c constraints.txt --group upstream-tests --group pull-request
-	$(PY) -m checks.pr
+	@$(PIP) -c constraints.txt --group upstream-tests --group pull-request
+	$(PY) -m pull_request.make $(if $(UPSTREAM),--upstream "$(UPSTREAM)")
 
 bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files
 	$(PY) -m benchmarks.build_time

@@ -9,19 +9,21 @@ build is imported once and each row runs in a forked child of it.
 import argparse
 import concurrent.futures
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from cpu_wheel.pins import ROOT, Settings, load_release
-from cpu_wheel.steps import BUILD
+from benchmarks.child import in_child
+from checks.report import table
+from cpu_wheel.paths import BUILD, ROOT
+from cpu_wheel.pins import load_release
+from cpu_wheel.settings import Settings, inherited
+from cpu_wheel.steps import stock_folder
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -52,8 +54,8 @@ ROWS = (
 )
 
 
-def allocate(row: Row, channel: Connection) -> None:
-    """Start an engine with a row's budget and send what it allocated, or its error."""
+def allocate(row: Row) -> dict[str, Any]:
+    """Start an engine with a row's budget; return what it allocated, or its error."""
     from tests.platforms.test_cpu_kv_cache_allocation import (
         reference_engine,
         share_of_memory,
@@ -69,7 +71,7 @@ def allocate(row: Row, channel: Connection) -> None:
                 gpu_memory_utilization=share_of_memory(3 * GiB),
             )
         cache_config = engine.llm_engine.vllm_config.cache_config
-        result: dict[str, Any] = {
+        return {
             "tokens": cache_config.kv_cache_size_tokens,
             "blocks": cache_config.num_gpu_blocks,
             "bytes": cache_config.kv_cache_memory_bytes,
@@ -78,10 +80,7 @@ def allocate(row: Row, channel: Connection) -> None:
         # A pydantic ValidationError adds lines around the message.
         details: list[Any] = getattr(error, "errors", list)()
         message = details[0]["msg"] if details else str(error)
-        result = {"error": message.splitlines()[0].split(". ")[0]}
-    channel.send(result)
-    sys.stdout.flush()
-    os._exit(0)  # the engine's threads do not end by themselves
+        return {"error": message.splitlines()[0].split(". ")[0]}
 
 
 def measure(results: int) -> None:
@@ -93,19 +92,12 @@ def measure(results: int) -> None:
     """
     import vllm  # imported once, before the forks
 
-    context = multiprocessing.get_context("fork")
     with os.fdopen(results, "w") as out:
         for row in ROWS:
-            receiver, sender = context.Pipe(duplex=False)
-            child = context.Process(target=allocate, args=(row, sender))
-            child.start()
-            sender.close()
             try:
-                result = receiver.recv()
-            except EOFError:
-                child.join()
-                result = {"error": f"the engine ended with status {child.exitcode}"}
-            child.join()
+                result = in_child(allocate, row=row)
+            except RuntimeError as error:
+                result = {"error": str(error)}
             print(json.dumps(result | {"vllm": vllm.__file__}), file=out, flush=True)
 
 
@@ -115,13 +107,12 @@ def run(build: str, log: Path) -> list[dict[str, Any]]:
     Returns:
         What was allocated, or the error, by row.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    environment.pop("PYTHONPATH", None)
+    environment = inherited("VLLM_", "PYTHONPATH")
     # With a thread for each core, two engines at once would wait for each other.
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     if build == "stock":
         release = load_release(Settings.from_environment().release)
-        environment["PYTHONPATH"] = str(BUILD / f"stock-{release.version}")
+        environment["PYTHONPATH"] = str(stock_folder(release))
     reader, writer = os.pipe()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -192,13 +183,17 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
-        print("| VLLM_CPU_KVCACHE_SPACE | kv_cache_memory_bytes | stock | fork |")
-        print("| --- | --- | --- | --- |")
-        for row, result in zip(ROWS, rows, strict=True):
-            explicit = f"{row.explicit // MiB} MiB" if row.explicit else "–"
-            stock_cell, fork_cell = show(result["stock"]), show(result["fork"])
-            variable = row.variable or "(empty)"
-            print(f"| {variable} | {explicit} | {stock_cell} | {fork_cell} |")
+        cells = (
+            (
+                row.variable or "(empty)",
+                f"{row.explicit // MiB} MiB" if row.explicit else "–",
+                show(stock_result),
+                show(fork_result),
+            )
+            for row, stock_result, fork_result in zip(ROWS, stock, fork, strict=True)
+        )
+        settings = ("VLLM_CPU_KVCACHE_SPACE", "kv_cache_memory_bytes")
+        print(table((*settings, "stock", "fork"), cells))
     wrong = [
         row.variable
         for row, result in zip(ROWS, rows, strict=True)

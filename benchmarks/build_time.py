@@ -10,7 +10,6 @@ last minutes, which makes thousands of new files take up to four times as long.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -19,8 +18,11 @@ import time
 import zipfile
 from pathlib import Path
 
-from cpu_wheel.pins import ROOT, Settings, load_release
-from cpu_wheel.steps import BUILD, make_wheel
+from checks.report import table
+from cpu_wheel.paths import BUILD, ROOT
+from cpu_wheel.pins import load_release
+from cpu_wheel.settings import Settings
+from cpu_wheel.steps import make_wheel
 
 ZIP = """
 import sys, zipfile
@@ -92,7 +94,6 @@ def measure_round(folder: Path, files: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.build_time", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--json", action="store_true", help="print every round as JSON")
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory(dir=BUILD) as name:
@@ -104,17 +105,13 @@ def main() -> None:
         for number in range(arguments.rounds):
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
             rounds.append(measure_round(folder / str(number), folder / "files"))
-    if arguments.json:
-        print(json.dumps(rounds, indent=2))
-        return
-    print("| seconds, or ratio to the zip | median | min | max |")
-    print("| --- | --- | --- | --- |")
-    for key in rounds[0]:
-        values = [measured[key] for measured in rounds]
-        print(
-            f"| {key} | {statistics.median(values):.2f} "
-            f"| {min(values):.2f} | {max(values):.2f} |"
-        )
+    measured = {key: [times[key] for times in rounds] for key in rounds[0]}
+    figures = (statistics.median, min, max)
+    rows = (
+        (key, *(f"{figure(values):.2f}" for figure in figures))
+        for key, values in measured.items()
+    )
+    print(table(("seconds, or ratio to the zip", "median", "min", "max"), rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ help of `vllm kv-budget` beside that of another subcommand.
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -21,7 +20,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpu_wheel.pins import ROOT
+from checks.report import table
+from cpu_wheel.paths import ROOT
+from cpu_wheel.settings import inherited
 
 MiB = 1 << 20
 MEMORY_LIMIT = 300 * MiB
@@ -81,11 +82,6 @@ def geometry(layers: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, str]:
-    """Return the environment without settings of vLLM's."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-
-
 def measure_plan(model: Path) -> dict[str, Any]:
     """Import, configure and plan in a process of its own."""
     result = subprocess.run(
@@ -93,7 +89,7 @@ def measure_plan(model: Path) -> dict[str, Any]:
         capture_output=True,
         check=True,
         cwd=model,
-        env=environment(),
+        env=inherited("VLLM_"),
         text=True,
     )
     measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
@@ -108,7 +104,7 @@ def measure_help(subcommand: str) -> float:
         capture_output=True,
         check=True,
         cwd=ROOT,
-        env=environment(),
+        env=inherited("VLLM_"),
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -121,7 +117,6 @@ def main() -> int:
         epilog="Exit status 1 when one of them is above its limit.",
     )
     parser.add_argument("--runs", type=int, default=5, metavar="N")
-    parser.add_argument("--json", action="store_true", help="print the raw results")
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -178,22 +173,18 @@ def main() -> int:
             GEOMETRY_LIMIT,
         ),
     ]
-    if arguments.json:
-        print(json.dumps({"runs": runs, "help seconds": helps}, indent=2))
-    else:
-        print("| figure | ratio | limit |\n| --- | --- | --- |")
-        for row in rows:
-            print(f"| {row.name} | {row.value:.2f} | {row.limit:.2f} |")
-        for layers in runs:
-            stages = [
-                f"{stage} {median(layers, lambda run: run[stage]['clock']):.2f} s"  # noqa: B023
-                for stage in ("import", "configuration", "plan")
-            ]
-            peak = f"{median(layers, PLAN_BYTES) / MiB:.0f} MiB"
-            print(f"{layers} layers, since the start: {', '.join(stages)}; {peak}")
-        for subcommand, times in helps.items():
-            seconds = statistics.median(times)
-            print(f"vllm {subcommand} --help: {seconds:.2f} s (processor)")
+    cells = ((row.name, f"{row.value:.2f}", f"{row.limit:.2f}") for row in rows)
+    print(table(("figure", "ratio", "limit"), cells))
+    for layers in runs:
+        stages = [
+            f"{stage} {median(layers, lambda run: run[stage]['clock']):.2f} s"  # noqa: B023
+            for stage in ("import", "configuration", "plan")
+        ]
+        peak = f"{median(layers, PLAN_BYTES) / MiB:.0f} MiB"
+        print(f"{layers} layers, since the start: {', '.join(stages)}; {peak}")
+    for subcommand, times in helps.items():
+        seconds = statistics.median(times)
+        print(f"vllm {subcommand} --help: {seconds:.2f} s (processor)")
     for row in rows:
         if not row.met:
             print(f"kv_budget: above its limit: {row.name}", file=sys.stderr)

@@ -5,13 +5,13 @@
 engine, in a forked child a kind, on the dummy models of the tests.
 """
 
-import multiprocessing
 import os
 import sys
 import tempfile
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+
+from benchmarks.child import in_child
+from checks.report import table
 
 KINDS = (
     "full",
@@ -36,8 +36,8 @@ KINDS = (
 )
 
 
-def measure(kind: str, channel: Connection) -> None:
-    """Send the planned blocks without the null block, and what was counted."""
+def measure(kind: str) -> tuple[object, ...]:
+    """Return what was planned without the null block, and what was counted."""
     from tests.v1.core.kv_budget_engine import engine_args, plan_for, run, start
 
     with tempfile.TemporaryDirectory() as folder:
@@ -45,38 +45,23 @@ def measure(kind: str, channel: Connection) -> None:
         budget = plan_for(args).budget
         assert budget is not None
         llm = start(args, budget.num_bytes)
-        result = run(llm, kind, args["max_model_len"] - 24)
-    channel.send((budget.num_blocks - 1, *result))
-    sys.stdout.flush()
-    os._exit(0)  # the engine's threads do not end by themselves
+        running, preemptions, peak = run(llm, kind, args["max_model_len"] - 24)
+    return kind, budget.num_blocks - 1, peak, running, preemptions
 
 
-def main() -> int:
+def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     import tests.v1.core.kv_budget_engine  # noqa: F401 - once, before the forks
 
-    context = multiprocessing.get_context("fork")
-    print("| kind | planned | most in use | ran at once | preemptions |")
-    print("| --- | --- | --- | --- | --- |")
-    failed = []
+    rows = []
     for kind in KINDS:
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=measure, args=(kind, sender))
-        child.start()
-        sender.close()
-        try:
-            planned, running, preemptions, peak = receiver.recv()
-            cells: tuple[Any, ...] = (kind, planned, peak, running, preemptions)
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        except EOFError:
-            failed.append(kind)
-        child.join()
-    for kind in failed:
-        print(f"kv_budget_peaks: no result of {kind}", file=sys.stderr)
-    return 1 if failed else 0
+        print(f"kv_budget_peaks: {kind} ...", file=sys.stderr, flush=True)
+        rows.append(in_child(measure, kind=kind))
+    head = ("kind", "planned", "most in use", "ran at once", "preemptions")
+    print(table(head, rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,7 +23,6 @@ thread, such as the first touch of a page.
 
 import argparse
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -33,13 +32,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from checks.junit import place
-from cpu_wheel.pins import ROOT
-from cpu_wheel.steps import BUILD
+from benchmarks.child import in_child
+from checks.report import place, table
+from cpu_wheel.paths import BUILD, ROOT
 
 RESULTS = ROOT / "docs" / "results" / "memory.json"
 PLOT = RESULTS.with_suffix(".svg")
@@ -172,32 +170,6 @@ def measure_speed(mode: str, budget: int, caching: bool) -> Record:
             }
         )
     return {"passes": passes}
-
-
-def send(measure: Callable[..., Any], arguments: Any, out: Connection) -> None:
-    out.send(measure(**arguments))
-    sys.stdout.flush()
-    os._exit(0)  # the engine's threads do not end by themselves
-
-
-def in_child(measure: Callable[..., Any], **arguments: Any) -> Any:
-    """Measure in a forked child.
-
-    Raises:
-        RuntimeError: The child ended without a result.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=send, args=(measure, arguments, sender))
-    child.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        call = f"{measure.__name__}({arguments})"
-        raise RuntimeError(f"{call} ended without a result") from None
-    finally:
-        child.join()
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -348,11 +320,8 @@ def values_of(records: Iterable[Record], key: str) -> list[Any]:
     return list(dict.fromkeys(record[key] for record in records))
 
 
-def print_table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    head = list(head)
-    print(f"\n| {' | '.join(head)} |\n{'| --- ' * len(head)}|")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
+def print_table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    print(f"\n{table(head, rows)}")
 
 
 def fit(records: Iterable[Record], key: str) -> str:

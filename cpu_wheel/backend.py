@@ -9,7 +9,10 @@ import tomllib
 from typing import Any, NoReturn
 
 from cpu_wheel.__main__ import main
-from cpu_wheel.pins import ROOT, BuildError, Settings, load_release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import load_release
+from cpu_wheel.settings import Settings
 
 
 def get_requires_for_build_wheel(

@@ -14,10 +14,11 @@ from pathlib import Path
 from cyclonedx.model.component import Component
 
 from cpu_wheel import contents, wheel
-from cpu_wheel.fetch import sha256
-from cpu_wheel.pins import BuildError, Release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import sha256
+from cpu_wheel.pins import Release
+from cpu_wheel.settings import Settings, inherited
 
-ONEDNN = "FETCHCONTENT_SOURCE_DIR_ONEDNN"
 VARIANTS = "VLLM_CPU_X86_VARIANTS"
 
 
@@ -36,21 +37,21 @@ def check_host() -> None:
 
 def search_path() -> str:
     """Return the PATH of a build: first the tools of the environment of this Python."""
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return f"{Path(sys.executable).parent}{os.pathsep}{inherited()['PATH']}"
 
 
-def build_environment(version: str, epoch: int) -> dict[str, str]:
+def build_environment(version: str, epoch: int, settings: Settings) -> dict[str, str]:
     """Return the environment of a build from source; see wheel.build_environment."""
-    onednn = os.environ.get(ONEDNN)
+    onednn = settings.onednn
     return (
         {"CMAKE_BUILD_TYPE": "Release"}
         | wheel.build_environment(version, epoch)
         | {
             "PATH": search_path(),
             "VLLM_USE_PRECOMPILED": "0",
-            "VLLM_CPU_BUNDLE_TCMALLOC": os.environ.get("VLLM_CPU_BUNDLE_TCMALLOC", "0"),
-            VARIANTS: os.environ.get(VARIANTS, ""),
-            **({ONEDNN: os.path.abspath(onednn)} if onednn else {}),
+            "VLLM_CPU_BUNDLE_TCMALLOC": settings.bundle_tcmalloc,
+            VARIANTS: settings.variants,
+            **({"FETCHCONTENT_SOURCE_DIR_ONEDNN": str(onednn)} if onednn else {}),
             # Not needed on CPU, and a cargo on the PATH must not change the wheel.
             "CARGO": "false",
             "RUSTC": "false",
@@ -76,20 +77,28 @@ def update(tree: Path, folder: Path) -> None:
             shutil.copyfile(path, target)
 
 
-def build(tree: Path, release: Release, epoch: int, folder: Path, path: Path) -> None:
+def build(
+    tree: Path,
+    release: Release,
+    epoch: int,
+    settings: Settings,
+    folder: Path,
+    path: Path,
+) -> None:
     """Build a wheel from source; a failure leaves none behind.
 
     Args:
         tree: The patched tree; it is copied, never written to.
         release: The release.
         epoch: The time of the wheel's members, in seconds since 1970.
+        settings: What the user chose.
         folder: The folder that takes the log and the compilation's own folder.
         path: The wheel to make.
 
     Raises:
         BuildError: Upstream's build failed, or the wheel is not what it must be.
     """
-    if os.environ.get(VARIANTS) and VARIANTS not in (tree / "setup.py").read_text():
+    if settings.variants and VARIANTS not in (tree / "setup.py").read_text():
         raise BuildError(
             f"{VARIANTS} is for vLLM 0.31.0 and newer, {release.version} has no choice"
         )
@@ -104,7 +113,7 @@ def build(tree: Path, release: Release, epoch: int, folder: Path, path: Path) ->
         cache.unlink()
     shutil.rmtree(work / "dist", ignore_errors=True)
     log = folder / f"{path.name}.log"
-    environment = build_environment(release.wheel_version, epoch)
+    environment = build_environment(release.wheel_version, epoch, settings)
     wheel.run_setup(work, work / "dist", False, environment, log)
     built = work / "dist" / path.name
     sbom = contents.make_sbom(release, epoch, components(work))

@@ -22,8 +22,10 @@ from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 
 from cpu_wheel import source
-from cpu_wheel.fetch import sha256
-from cpu_wheel.pins import PATCHES, ROOT, Archive, BuildError, Release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import sha256
+from cpu_wheel.paths import PATCHES, ROOT
+from cpu_wheel.pins import Archive, Release
 
 # What upstream's build writes into a wheel, beside what it copies.
 GENERATED = ("vllm/_version.py",)

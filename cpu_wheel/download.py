@@ -14,8 +14,8 @@ from unearth import Link, PackageFinder
 from unearth.auth import MultiDomainBasicAuth
 from unearth.fetchers import PyPIClient
 
-from cpu_wheel.fetch import verify
-from cpu_wheel.pins import Archive, BuildError
+from cpu_wheel.errors import BuildError
+from cpu_wheel.pins import Archive
 
 CHUNK = 1 << 20
 ATTEMPTS = 3
@@ -36,7 +36,7 @@ def download(archive: Archive, path: Path) -> None:
                     problems.append(f"{source} does not have it")
                     break
                 stream(finder, link, path)
-                verify(path, archive)
+                archive.verify(path)
                 return
             except httpx2.HTTPStatusError as error:
                 problems.append(f"{source}: HTTP {error.response.status_code}")

@@ -2,15 +2,14 @@
 """Install what a build makes and needs, with pip, into the running environment."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from cpu_wheel.fetch import sha256
-from cpu_wheel.pins import ROOT, BuildError
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import making, sha256
+from cpu_wheel.paths import ROOT
 from cpu_wheel.wheel import installed_version
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -90,26 +89,20 @@ def installed_hash(project: str) -> str | None:
     return hashes.get("sha256")
 
 
-def unpack_stock(native_wheel: Path, folder: Path) -> None:
-    """Install the native wheel as published into a folder of its own.
+def unpack_wheel(wheel: Path, folder: Path) -> None:
+    """Install a wheel, without what it requires, into a folder of its own.
 
-    With that folder in PYTHONPATH, `import vllm` is stock vLLM.
+    With that folder in PYTHONPATH, `import vllm` is the wheel's.
 
     Args:
-        native_wheel: The verified wheel.
+        wheel: The wheel, stock vLLM's or ours.
         folder: The folder to make; one that is there is taken as it is.
     """
     if folder.exists():
         return
-    print(f"cpu_wheel: unpacking {native_wheel.name} ...", file=sys.stderr)
-    scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
-    try:
-        pip_install(
-            "--no-deps", "--no-compile", "--target", str(scratch), str(native_wheel)
-        )
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    print(f"cpu_wheel: unpacking {wheel.name} ...", file=sys.stderr)
+    with making(folder) as scratch:
+        pip_install("--no-deps", "--no-compile", "--target", str(scratch), str(wheel))
 
 
 def pip_install(*arguments: str) -> None:

@@ -5,12 +5,14 @@ The overlay is its last patch, so that quilt, dpkg-source, rpmbuild or a conda r
 make the very tree that the wheel is built from.
 """
 
-import os
 import shutil
 from pathlib import Path
 
 from cpu_wheel import source
-from cpu_wheel.pins import ROOT, BuildError, Release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import making
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release
 
 OVERLAY_PATCH = """\
 {head}
@@ -60,9 +62,7 @@ def write_series(release: Release, folder: Path) -> None:
     """
     if folder.exists():
         raise BuildError(f"{folder} exists; name a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
-    try:
+    with making(folder) as scratch:
         scratch.mkdir()
         names = series_names(release)
         for patch in release.series:
@@ -79,9 +79,6 @@ def write_series(release: Release, folder: Path) -> None:
         )
         (scratch / names[-1]).write_text(text)
         (scratch / "series").write_text("".join(f"{name}\n" for name in names))
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_tree(tree: Path, release: Release) -> None:

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pins of upstream.toml, and the settings that choose among them."""
+"""The pins of upstream.toml: what a release is built from."""
 
-import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PATCHES = ROOT / "patches"
-
-
-class BuildError(Exception):
-    """What the user has to know, in one line: thing, value, what is accepted."""
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import sha256
+from cpu_wheel.paths import PATCHES, ROOT
 
 
 @dataclass(frozen=True)
@@ -30,6 +26,22 @@ class Archive:
     file: str
     sha256: str
     setting: str
+
+    def verify(self, path: Path) -> None:
+        """Check a file against this pin.
+
+        Raises:
+            BuildError: The file is missing or has another hash.
+        """
+        try:
+            actual = sha256(path)
+        except (FileNotFoundError, IsADirectoryError):
+            raise BuildError(f"{path}: no such file (expected {self.file})") from None
+        if actual != self.sha256:
+            raise BuildError(
+                f"{path}: sha256 is {actual}, expected {self.sha256} "
+                f"({self.file} as pinned in upstream.toml)"
+            )
 
 
 @dataclass(frozen=True)
@@ -73,41 +85,6 @@ class Release:
                 "`python -m cpu_wheel source` makes its patched tree"
             )
         return self.published_native_wheel
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user may choose; every door reads the same environment variables.
-
-    Attributes:
-        release: CPU_WHEEL_RELEASE, the vLLM release (default: the pinned one).
-        cache: CPU_WHEEL_CACHE, the folder of downloads (default: build/downloads).
-        tree: CPU_WHEEL_TREE, a tree that is patched already (default: none).
-        precompiled: VLLM_USE_PRECOMPILED, whether the native modules come from the
-            native wheel (default) or are compiled.
-    """
-
-    release: str | None = None
-    cache: Path = ROOT / "build" / "downloads"
-    tree: Path | None = None
-    precompiled: bool = True
-
-    @classmethod
-    def from_environment(cls) -> "Settings":
-        cache = os.environ.get("CPU_WHEEL_CACHE")
-        tree = os.environ.get("CPU_WHEEL_TREE")
-        precompiled = os.environ.get("VLLM_USE_PRECOMPILED", "").strip().lower()
-        if precompiled not in ("", "0", "1", "false", "true"):
-            raise BuildError(
-                f"VLLM_USE_PRECOMPILED={precompiled!r}: expected 1, to take the native "
-                "modules from the native wheel, or 0, to compile them"
-            )
-        return cls(
-            release=os.environ.get("CPU_WHEEL_RELEASE") or None,
-            cache=Path(cache).absolute() if cache else cls.cache,
-            tree=Path(tree).absolute() if tree else None,
-            precompiled=precompiled not in ("0", "false"),
-        )
 
 
 def read_series(series: Path) -> tuple[Path, ...]:

@@ -3,19 +3,25 @@
 
 The first commit of such a repository is upstream's sdist as it is, each one after
 it a patch of the series. The way there and back changes no byte of a patch,
-whatever the user's git settings are.
+whatever the user's git settings are. The overlay and the native modules are there
+too, ignored by git, so that tests run on the very tree that is edited.
 """
 
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
-from cpu_wheel.pins import PATCHES, BuildError, Release, read_pins, read_series
-from cpu_wheel.source import git_environment, unpack
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import making
+from cpu_wheel.paths import BUILD, PATCHES, ROOT
+from cpu_wheel.pins import Release, read_pins, read_series
+from cpu_wheel.source import git_environment, overlay_files, unpack
 
 UPSTREAM = "upstream"
 BRANCH = "patched"
@@ -49,22 +55,42 @@ def git(tree: Path, *arguments: str | Path) -> str:
     return result.stdout
 
 
-def make_worktree(sdist: Path, release: Release, folder: Path) -> None:
+def worktree(release: Release) -> Path:
+    """Return the folder of a release's worktree."""
+    return BUILD / f"worktree-{release.version}"
+
+
+def apply(tree: Path, patches: Iterable[Path]) -> None:
+    """Make a commit of each patch.
+
+    Raises:
+        BuildError: One does not apply; names it.
+    """
+    for patch in patches:
+        try:
+            git(tree, "am", "--quiet", "--keep-non-patch", "--keep-cr", patch)
+        except BuildError as error:
+            raise BuildError(f"{patch.name} does not apply ({error})") from None
+
+
+def make_worktree(
+    sdist: Path, release: Release, folder: Path, native_wheel: Path | None = None
+) -> None:
     """Make a git repository with upstream's files and one commit a patch.
 
     Args:
         sdist: The verified sources of the release.
         release: The release, for its series.
         folder: The folder to make; a failure leaves none behind.
+        native_wheel: The verified wheel of the native modules; with it `import vllm`
+            works in the folder.
 
     Raises:
         BuildError: The folder exists, or a patch does not apply.
     """
     if folder.exists():
         raise BuildError(f"{folder} exists and may hold work; move or remove it first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
-    try:
+    with making(folder) as scratch:
         unpack(sdist, scratch)
         git(scratch, "init", "--quiet", f"--initial-branch={UPSTREAM}")
         # Upstream's files as they are: ignored ones too, and their line ends.
@@ -73,15 +99,33 @@ def make_worktree(sdist: Path, release: Release, folder: Path) -> None:
         git(scratch, "add", "--all", "--force")
         git(scratch, "commit", "--quiet", "-m", f"vLLM {release.version}")
         git(scratch, "checkout", "--quiet", "-b", BRANCH)
-        for patch in release.series:
-            try:
-                git(scratch, "am", "--quiet", "--keep-non-patch", "--keep-cr", patch)
-            except BuildError as error:
-                raise BuildError(f"{patch.name} does not apply ({error})") from None
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(scratch.with_name(scratch.name + ".unpack"), ignore_errors=True)
+        apply(scratch, release.series)
+        if native_wheel:
+            make_importable(scratch, release, native_wheel)
+
+
+def make_importable(tree: Path, release: Release, native_wheel: Path) -> None:
+    """Add to a worktree what `import vllm` needs, ignored by git.
+
+    Files of the overlay are links: who edits one edits it in this repository.
+    """
+    overlay = overlay_files(release.pinned)
+    for path in overlay:
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).symlink_to(ROOT / path)
+    with zipfile.ZipFile(native_wheel) as archive:
+        modules = [name for name in archive.namelist() if name.endswith(".so")]
+        archive.extractall(tree, modules)
+    # The sdist's own metadata has no "+cpu", by which vLLM knows its platform.
+    info = tree / f"vllm-{release.wheel_version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {release.wheel_version}\n"
+    )
+    shutil.copyfile(tree / "vllm.egg-info/entry_points.txt", info / "entry_points.txt")
+    ignored = [*map(Path.as_posix, overlay), *modules, f"{info.name}/"]
+    exclude = tree / ".git" / "info" / "exclude"
+    exclude.write_text("".join(f"/{name}\n" for name in ignored))
 
 
 def refresh(release: Release, folder: Path, patches: Path = PATCHES) -> list[Path]:
@@ -132,8 +176,7 @@ def refresh(release: Release, folder: Path, patches: Path = PATCHES) -> list[Pat
     changed = []
     for name, text in zip(old, content.values(), strict=True):
         own = "/" in name
-        if own and (patches / name).read_bytes() != text:
-            (patches / name).write_bytes(text)
+        if own and write(patches / name, text):
             changed.append(patches / name)
         elif not own and changes(text) != changes((patches / name).read_bytes()):
             raise BuildError(
@@ -176,14 +219,44 @@ def refresh_pinned(
             changed.append(path)
     for name in old:
         if name not in content:
-            (patches / name).unlink()
             changed.append(patches / name)
+            if new := renamed.get(stem(name)):
+                changed.append((patches / name).rename(patches / new))
+            else:
+                (patches / name).unlink()
     for name, patch in content.items():
-        path = patches / name
-        if not path.exists() or path.read_bytes() != patch:
-            path.write_bytes(patch)
-            changed.append(path)
+        if write(patches / name, patch):
+            changed.append(patches / name)
+            for copy in patches.glob(f"v*/*-{stem(name)}"):
+                print(
+                    f"cpu_wheel: {copy.relative_to(patches)} did not follow {name}: "
+                    "make the same change in the worktree of its release",
+                    file=sys.stderr,
+                )
     return changed
+
+
+def write(path: Path, patch: bytes) -> bool:
+    """Write a patch, with today as Last-Update, unless it says what is there.
+
+    Returns:
+        Whether it was written. A hash of a file that an earlier patch changed too is
+        no reason, nor is the date alone.
+    """
+    if path.exists() and substance(path.read_bytes()) == substance(patch):
+        return False
+    today = f"Last-Update: {time.strftime('%Y-%m-%d', time.gmtime())}"
+    head, separator, diff = patch.partition(b"\n---\n")
+    head = re.sub(rb"^Last-Update: .*$", today.encode(), head, flags=re.MULTILINE)
+    path.write_bytes(head + separator + diff)
+    return True
+
+
+def substance(patch: bytes) -> bytes:
+    """Return a patch without the hashes of its files and the date of its update."""
+    return re.sub(
+        rb"^(index [0-9a-f]+\.\.[0-9a-f]+|Last-Update: ).*\n", b"", patch, flags=re.M
+    )
 
 
 def stem(name: str) -> str:

@@ -10,8 +10,11 @@ from pathlib import Path
 import httpx2
 from packaging.version import Version
 
-from cpu_wheel import download, fetch, source
-from cpu_wheel.pins import PATCHES, ROOT, Archive, BuildError, read_pins, read_series
+from cpu_wheel import download, source
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import making, sha256
+from cpu_wheel.paths import PATCHES, ROOT
+from cpu_wheel.pins import Archive, read_pins, read_series
 
 
 def add(version: str, cache: Path, pins_file: Path = ROOT / "upstream.toml") -> str:
@@ -69,17 +72,16 @@ def obtain(like: dict[str, str], old: str, new: str, cache: Path) -> dict[str, s
     """
     name = like["file"].replace(f"-{old}", f"-{new}", 1)
     archive = Archive(like["project"], name, sha256="", setting="")
-    cache.mkdir(parents=True, exist_ok=True)
     for _, finder in download.finders() if not (cache / name).exists() else ():
         with contextlib.suppress(httpx2.HTTPError, EOFError):
             if link := download.find(finder, archive):
-                download.stream(finder, link, cache / f".{name}")
-                (cache / f".{name}").replace(cache / name)
+                with making(cache / name) as partial:
+                    download.stream(finder, link, partial)
                 break
     if not (cache / name).exists():
         raise BuildError(f"no configured index has {name}")
-    sha256 = fetch.sha256(cache / name)
-    return {"project": archive.project, "file": name, "sha256": sha256}
+    found = sha256(cache / name)
+    return {"project": archive.project, "file": name, "sha256": found}
 
 
 def misfits(tree: Path, series: tuple[Path, ...]) -> list[str]:

@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from cpu_wheel.pins import ROOT, BuildError
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import making
+from cpu_wheel.paths import ROOT
+from cpu_wheel.settings import inherited
 
 if not hasattr(tarfile, "data_filter"):  # as Python 3.11.2 of Debian 12
     from backports import tarfile  # type: ignore[no-redef]
@@ -28,15 +32,14 @@ def unpack(sdist: Path, destination: Path) -> None:
     Members that would leave the folder, devices and set-user-id bits are refused
     by tarfile's data filter; modes and times are the archive's, whatever the umask.
     """
-    scratch = destination.with_name(destination.name + ".unpack")
-    try:
-        with tarfile.open(sdist) as archive:
-            archive.extractall(scratch, filter="data")
-        (top,) = scratch.iterdir()
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        raise BuildError(f"{sdist} is not unpacked: {error}") from None
-    top.rename(destination)
-    scratch.rmdir()
+    with tempfile.TemporaryDirectory(prefix=".unpack-", dir=destination.parent) as name:
+        try:
+            with tarfile.open(sdist) as archive:
+                archive.extractall(name, filter="data")
+            (top,) = Path(name).iterdir()
+        except (tarfile.TarError, EOFError, ValueError) as error:
+            raise BuildError(f"{sdist} is not unpacked: {error}") from None
+        top.rename(destination)
 
 
 def git_environment(tree: Path) -> dict[str, str]:
@@ -44,8 +47,7 @@ def git_environment(tree: Path) -> dict[str, str]:
 
     Neither a repository around the tree nor anybody's settings have a say.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    return kept | {
+    return inherited("GIT_") | {
         "GIT_CEILING_DIRECTORIES": str(tree.parent),
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
@@ -172,13 +174,7 @@ def make_source(
             offset, and the whole overlay is added.
         destination: The folder to make; it must not exist.
     """
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    scratch = destination.with_name(f".{destination.name}-{os.getpid()}")
-    try:
+    with making(destination) as scratch:
         unpack(sdist, scratch)
         apply_patches(scratch, patches, allow_offset=not pinned)
         add_overlay(scratch, overlay_files(pinned))
-        scratch.rename(destination)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(scratch.with_name(scratch.name + ".unpack"), ignore_errors=True)

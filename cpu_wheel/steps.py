@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every door calls: the steps in order, each done only when out of date."""
+"""The steps of a build in order, each done only when out of date."""
 
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -12,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cpu_wheel import compiled, contents, packager, source, wheel
-from cpu_wheel.fetch import fetch, sha256
-from cpu_wheel.pins import ROOT, BuildError, Release, Settings, load_release
-
-BUILD = ROOT / "build"
-# The years 1980 to 2107.
-FIRST, LAST = 315532800, 4354819199
+from cpu_wheel.fetch import fetch
+from cpu_wheel.files import sha256
+from cpu_wheel.install import unpack_wheel
+from cpu_wheel.paths import BUILD, ROOT
+from cpu_wheel.pins import Release, load_release
+from cpu_wheel.settings import Settings
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def make_source(settings: Settings) -> Path:
     if settings.tree:
         packager.check_tree(settings.tree, release)
         return settings.tree
-    sdist = fetch(release.sdist, settings.cache)
+    sdist = fetch(release.sdist, settings.cache, settings.sdist)
     tree = BUILD / f"vllm-{release.version}-{source_key(release)}"
     if not tree.exists():
         with step(f"unpack and patch {sdist.name}"):
@@ -84,13 +83,14 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
         tree = make_source(settings)
         path = dist / wheel.wheel_name(release.wheel_version, precompiled=False)
         with step(f"compile {path.name} with upstream's setup.py"):
-            compiled.build(tree, release, wheel_epoch(tree), BUILD, path)
+            epoch = wheel_epoch(settings, tree)
+            compiled.build(tree, release, epoch, settings, BUILD, path)
         return path
     pinned_wheel = release.native_wheel
     wheel.check_host(release.torch)
-    native_wheel = fetch(pinned_wheel, settings.cache)
+    native_wheel = fetch(pinned_wheel, settings.cache, settings.native_wheel)
     tree = make_source(settings)
-    epoch = wheel_epoch(tree)
+    epoch = wheel_epoch(settings, tree)
     key = {
         "tree": tree.name,
         "native wheel": pinned_wheel.sha256,
@@ -126,20 +126,25 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
     return path
 
 
-def wheel_epoch(tree: Path) -> int:
+def make_stock(settings: Settings) -> Path:
+    """Unpack the native wheel as published, if it is not there, and return where."""
+    release = load_release(settings.release)
+    native_wheel = fetch(release.native_wheel, settings.cache, settings.native_wheel)
+    folder = stock_folder(release)
+    unpack_wheel(native_wheel, folder)
+    return folder
+
+
+def stock_folder(release: Release) -> Path:
+    """Return the folder with which in PYTHONPATH `import vllm` is stock vLLM."""
+    return BUILD / f"stock-{release.version}"
+
+
+def wheel_epoch(settings: Settings, tree: Path) -> int:
     """Return the time of a wheel's members, in seconds since 1970.
 
-    It is SOURCE_DATE_EPOCH, or else when upstream made the sdist of the tree.
-
-    Raises:
-        BuildError: The variable is no time that a zip can hold.
+    It is what the user chose, or else when upstream made the sdist of the tree.
     """
-    text = os.environ.get("SOURCE_DATE_EPOCH", "")
-    if not text:
-        return int((tree / "PKG-INFO").stat().st_mtime)
-    if not text.isascii() or not text.isdigit() or not FIRST <= int(text) <= LAST:
-        raise BuildError(
-            f"SOURCE_DATE_EPOCH={text!r} is not a number of seconds since 1970 that a "
-            f"zip can hold, {FIRST} to {LAST}"
-        )
-    return int(text)
+    if settings.epoch is not None:
+        return settings.epoch
+    return int((tree / "PKG-INFO").stat().st_mtime)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand a patched tree to upstream's own build, and check what comes out."""
 
-import concurrent.futures
 import contextlib
 import email
 import importlib.metadata
@@ -16,12 +15,13 @@ import sysconfig
 import tempfile
 import time
 import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from cpu_wheel import contents, host
-from cpu_wheel.pins import BuildError
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import making
+from cpu_wheel.settings import inherited
 
 # What is true of the pinned native modules: two use the limited API of 3.11, all
 # use symbols of glibc 2.28 at most. libnuma and libtorch stay outside (README).
@@ -104,8 +104,7 @@ def build_environment(version: str, epoch: int) -> dict[str, str]:
         epoch: The time of every member, in seconds since 1970.
     """
     foreign = ("VLLM_", "SETUPTOOLS_", "DIST_EXTRA_CONFIG", "LC_", "LANG", "GIT_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    return kept | {
+    return inherited(*foreign) | {
         "LC_ALL": "C.UTF-8",
         "TZ": "UTC",
         "SOURCE_DATE_EPOCH": str(epoch),
@@ -226,13 +225,8 @@ def finish(
         BuildError: The wheel is not what it must be.
     """
     check_wheel(built, version, modules)
-    wheel.parent.mkdir(parents=True, exist_ok=True)
-    partial = wheel.with_name(f".{wheel.name}-{os.getpid()}")
-    try:
+    with making(wheel) as partial:
         pack(built, partial, epoch, sbom)
-        partial.replace(wheel)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def copy_tree(source: Path, tree: Path) -> None:
@@ -265,52 +259,26 @@ def pack(stored: Path, wheel: Path, epoch: int, sbom: bytes) -> None:
 
     The bill of materials is added, and its row to RECORD, which is the last member.
 
-    Most of a build's time is spent here, so every core compresses; zipfile itself
-    uses one. The level is zlib's default, as in any wheel.
-
     Args:
         stored: The wheel to read, not compressed.
         wheel: The file to write.
         epoch: The time of every member, in seconds since 1970.
         sbom: The bill of materials.
     """
-
-    def deflate(name: str) -> tuple[bytes, bytes]:
-        content = sbom if name == added else source.read(name)
-        if name == record:
-            content += f"{','.join(contents.record(added, sbom))}\n".encode()
-        compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-        return content, compressor.compress(content) + compressor.flush()
-
     with (
         zipfile.ZipFile(stored) as source,
         zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed,
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor,
     ):
         *names, record = source.namelist()
         added = record.replace("RECORD", contents.SBOM)
-        names += [added, record]
-        deflated = executor.map(deflate, names)
-        for name, (content, data) in zip(names, deflated, strict=True):
+        for name in (*names, added, record):
+            content = sbom if name == added else source.read(name)
+            if name == record:
+                content += f"{','.join(contents.record(added, sbom))}\n".encode()
             member = zipfile.ZipInfo(name, time.gmtime(epoch)[:6])
             member.compress_type = zipfile.ZIP_DEFLATED
             member.external_attr = (stat.S_IFREG | 0o644) << 16
-            with packed.open(member, "w") as file:
-                file._compressor = Compressed(data)  # type: ignore[attr-defined]
-                file.write(content)
-
-
-class Compressed:
-    """Stands in for a zlib compressor whose output is known."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def compress(self, content: bytes) -> bytes:
-        return b""
-
-    def flush(self) -> bytes:
-        return self.data
+            packed.writestr(member, content)
 
 
 def check_wheel(wheel: Path, version: str, modules: Iterable[str]) -> None:

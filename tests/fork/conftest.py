@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from checks.package import Inputs, content
 from cpu_wheel import packager, steps
 from cpu_wheel.fetch import fetch
-from cpu_wheel.pins import ROOT, Release, Settings, load_release
+from cpu_wheel.paths import DIST, ROOT
+from cpu_wheel.pins import Release, load_release
+from cpu_wheel.settings import Settings
+from tests.fork.packaging_tools import Inputs, content
 
+SETTINGS = Settings.from_environment()
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -26,24 +29,24 @@ def release() -> Release:
 
 @pytest.fixture(scope="session")
 def sdist(release: Release) -> Path:
-    return fetch(release.sdist, Settings.from_environment().cache)
+    return fetch(release.sdist, SETTINGS.cache, SETTINGS.sdist)
 
 
 @pytest.fixture(scope="session")
 def native_wheel(release: Release) -> Path:
-    return fetch(release.native_wheel, Settings.from_environment().cache)
+    return fetch(release.native_wheel, SETTINGS.cache, SETTINGS.native_wheel)
 
 
 @pytest.fixture(scope="session")
 def tree() -> Path:
     """The patched tree of the pinned release."""
-    return steps.make_source(Settings.from_environment())
+    return steps.make_source(SETTINGS)
 
 
 @pytest.fixture(scope="session")
 def wheel() -> Path:
     """The wheel that `make` builds."""
-    return steps.make_wheel(Settings.from_environment(), ROOT / "dist")
+    return steps.make_wheel(SETTINGS, DIST)
 
 
 @pytest.fixture(scope="session")

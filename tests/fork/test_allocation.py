@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.allocation import ROWS, Row, as_expected
-from cpu_wheel.pins import ROOT
+from cpu_wheel.paths import ROOT
 from tests.fork.conftest import Run
 
 

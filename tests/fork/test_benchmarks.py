@@ -4,7 +4,7 @@
 import hashlib
 import json
 
-from cpu_wheel.pins import ROOT
+from cpu_wheel.paths import ROOT
 
 RESULTS = ROOT / "docs" / "results"
 

@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 
-from checks import hooks, junit, matrix, pr, upstream_tests
+from checks import junit, matrix, upstream_tests
 from checks.junit import Outcome
 from cpu_wheel import queue
-from cpu_wheel.pins import (
-    ROOT,
-    BuildError,
-    Settings,
-    load_release,
-    read_pins,
-    read_series,
-)
+from cpu_wheel.errors import BuildError
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import load_release, read_pins, read_series
+from cpu_wheel.settings import Settings
+from pull_request import make as pr
 
 PINNED = load_release()
 NEWEST = load_release(next(iter(read_pins()["release"])))
@@ -323,25 +320,6 @@ def test_each_test_has_its_commit(tmp_path: Path, release: object) -> None:
     text = "".join(path.read_text() for path in written)
     for test in pr.TESTS:
         assert text.count(f"\n+++ b/{test}\n") == 1
-
-
-def test_hooks_of_other_repositories_become_local(branch: Path) -> None:
-    config = hooks.configuration(branch)
-
-    (repository,) = config["repos"]
-    by_name = {hook["id"]: hook for hook in repository["hooks"]}
-    assert repository["repo"] == "local"
-    assert re.fullmatch(
-        r"ruff==\d[\d.]+", by_name["ruff-check"]["additional_dependencies"][0]
-    )
-    assert by_name["clang-format"]["language"] == "fail"
-    assert by_name["mypy"]["language"] == "python"
-    assert all({"name", "entry", "language"} <= set(h) for h in by_name.values())
-
-
-def test_tree_without_hooks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"has no \.pre-commit-config\.yaml"):
-        hooks.configuration(tmp_path)
 
 
 @pytest.mark.parametrize("tool", [matrix, upstream_tests], ids=lambda t: t.__name__)

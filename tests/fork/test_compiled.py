@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from cpu_wheel import compiled, contents, wheel
-from cpu_wheel.pins import ROOT, BuildError, Release, Settings, load_release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release, load_release
+from cpu_wheel.settings import Settings
 from tests.fork.conftest import Run
 
 
@@ -62,7 +65,8 @@ def build(tree: Path, release: Release, tmp_path: Path) -> Callable[..., str]:
     def build(tree: Path = tree, release: Release = release) -> str:
         path = tmp_path / "dist" / wheel.wheel_name(release.wheel_version, False)
         with pytest.raises(BuildError) as error:
-            compiled.build(tree, release, 1 << 30, tmp_path, path)
+            settings = Settings.from_environment()
+            compiled.build(tree, release, 1 << 30, settings, tmp_path, path)
         assert not path.exists()
         assert not (tmp_path / "cargo was run").exists()
         (line,) = str(error.value).splitlines()

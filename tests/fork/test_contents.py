@@ -13,8 +13,10 @@ import pytest
 from cyclonedx.model.bom import Bom
 
 from cpu_wheel import contents
-from cpu_wheel.fetch import sha256
-from cpu_wheel.pins import PATCHES, ROOT, BuildError, Release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import sha256
+from cpu_wheel.paths import PATCHES, ROOT
+from cpu_wheel.pins import Release
 from tests.fork.conftest import Run
 
 INFO = "vllm-0.32.0+cpu.kv1.dist-info/"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cpu_wheel.errors import BuildError
 from cpu_wheel.fetch import fetch
-from cpu_wheel.pins import Archive, BuildError
+from cpu_wheel.pins import Archive
 
 CONTENT = os.urandom(3 << 20)
 ARCHIVE = Archive(
@@ -59,7 +60,7 @@ class Index(http.server.BaseHTTPRequestHandler):
 def pip_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a test sets, nothing of the machine's."""
     for name in list(os.environ):
-        if name.startswith("PIP_") or name in ("CPU_WHEEL_SDIST", "CPU_WHEEL_CACHE"):
+        if name.startswith("PIP_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", NOWHERE)
@@ -209,9 +210,8 @@ def test_given_file_needs_no_network(
     given = tmp_path / "renamed.tar.gz"
     given.write_bytes(CONTENT)
     monkeypatch.setenv("PIP_INDEX_URL", index.url)  # type: ignore
-    monkeypatch.setenv("CPU_WHEEL_SDIST", str(given))
 
-    assert fetch(ARCHIVE, tmp_path / "cache") == given
+    assert fetch(ARCHIVE, tmp_path / "cache", given) == given
     assert index.asked == []
     assert not (tmp_path / "cache").exists()
 
@@ -226,10 +226,9 @@ def test_given_file_that_is_wrong(
     elif damage == "folder":
         given.mkdir()
     monkeypatch.setenv("PIP_INDEX_URL", index.url)  # type: ignore
-    monkeypatch.setenv("CPU_WHEEL_SDIST", str(given))
 
     with pytest.raises(BuildError, match=str(given)):
-        fetch(ARCHIVE, tmp_path / "cache")
+        fetch(ARCHIVE, tmp_path / "cache", given)
 
     assert given.exists() == (damage != "missing")
     assert index.asked == []

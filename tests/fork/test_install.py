@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from cpu_wheel import install
-from cpu_wheel.fetch import sha256
-from cpu_wheel.pins import ROOT, BuildError, Release
+from cpu_wheel.errors import BuildError
+from cpu_wheel.files import sha256
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release
 from tests.fork.conftest import Run
 
 # Loads the kernels as a host with these features and a build without these modules

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from checks import package
-from checks.package import Inputs, content
 from cpu_wheel import packager, source, steps
-from cpu_wheel.fetch import fetch, sha256
-from cpu_wheel.pins import BuildError, Release, Settings, load_release, read_pins
+from cpu_wheel.errors import BuildError
+from cpu_wheel.fetch import fetch
+from cpu_wheel.files import sha256
+from cpu_wheel.pins import Release, load_release, read_pins
+from cpu_wheel.settings import Settings
+from tests.fork import packaging_tools as package
+from tests.fork.packaging_tools import Inputs, content
 
 VERSION = load_release().version
 

@@ -2,7 +2,6 @@
 """packaging/: each file does what it is for, by the tool that it is for."""
 
 import email.utils
-import json
 import re
 import shutil
 from pathlib import Path
@@ -11,9 +10,11 @@ import pytest
 from debian.changelog import Changelog
 from debian.copyright import Copyright, FilesParagraph, LicenseParagraph
 
-from checks import package, recipes
-from checks.package import Inputs, ToolFailedError, ToolMissingError, content
-from cpu_wheel.pins import BuildError, Release, load_release
+from cpu_wheel import recipes
+from cpu_wheel.errors import BuildError
+from cpu_wheel.pins import Release, load_release
+from tests.fork import packaging_tools as package
+from tests.fork.packaging_tools import Inputs, content
 
 VERSION = load_release().version
 DEBIAN = recipes.PACKAGING / "debian"
@@ -155,45 +156,3 @@ def test_rattler_build_refuses_another_archive(inputs: Inputs, tmp_path: Path) -
 
     with pytest.raises(BuildError, match="sha256 checksum validation failed"):
         package.rattler(inputs._replace(sdist=other), folder)
-
-
-@pytest.mark.parametrize(
-    ("error", "result", "where"),
-    [
-        (
-            ToolMissingError("quilt is not installed"),
-            "missing",
-            "quilt is not installed",
-        ),
-        (ToolFailedError("patch: a\n  b"), "failed", "patch: a b"),
-        (OSError("no space"), "failed", "no space"),
-    ],
-    ids=["missing", "failed", "disk full"],
-)
-def test_package_check_says_why(
-    error: Exception,
-    result: str,
-    where: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """One tool that cannot go on stops no other; a failure is the exit status."""
-
-    def check(*_: object) -> tuple[str, str]:
-        raise error
-
-    checks = {"one": check, "two": lambda *_: ("ends early", "at x")}
-    monkeypatch.setattr(package, "CHECKS", checks)
-
-    assert package.main(["--json"]) == (result == "failed")
-
-    first, second = json.loads(capsys.readouterr().out)
-    assert first | {"seconds": 0} == {
-        "tool": "one",
-        "result": result,
-        "where": where,
-        "seconds": 0,
-    }
-    assert second["where"] == "at x"
-    row = package.Row("one", result, where, 3)
-    assert package.table([row]).endswith(f"| one | {result} | {where} | 3 |")

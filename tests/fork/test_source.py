@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from cpu_wheel import source
-from cpu_wheel.pins import ROOT, BuildError, Release, read_series
+from cpu_wheel.errors import BuildError
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release, read_series
 
 LINES = [f"line {number}\n" for number in range(1, 41)]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cpu_wheel import install, steps
-from cpu_wheel.pins import ROOT, Release
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release
 
 WITHOUT_AN_ENGINE = ("tests/platforms/test_cpu_kv_cache_budget.py",)
 WITH_ENGINES = (
@@ -32,8 +33,8 @@ FAILS_ON_STOCK = Path(__file__).with_name("fails_on_stock.txt")
 @pytest.fixture(scope="module")
 def stock(release: Release, native_wheel: Path) -> dict[str, str]:
     """The environment in which `import vllm` is the native wheel as published."""
-    folder = steps.BUILD / f"stock-{release.version}"
-    install.unpack_stock(native_wheel, folder)
+    folder = steps.stock_folder(release)
+    install.unpack_wheel(native_wheel, folder)
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 

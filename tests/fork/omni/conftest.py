@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from cpu_wheel import install, steps
-from cpu_wheel.pins import ROOT, Release
+from cpu_wheel.paths import BUILD, ROOT
+from cpu_wheel.pins import Release
 from tests.fork.omni.models import write_qwen3_tts
 
-OMNI = steps.BUILD / "omni"
+OMNI = BUILD / "omni"
 STAND_INS = Path(__file__).with_name("stand_ins")
 EXAMPLE = ROOT / "examples" / "qwen3-tts-cpu.yaml"
 
@@ -93,8 +94,8 @@ def fork() -> Environment:
 @pytest.fixture(scope="session")
 def stock(fork: Environment, release: Release, native_wheel: Path) -> Environment:
     """The same beside the native wheel as published."""
-    folder = steps.BUILD / f"stock-{release.version}"
-    install.unpack_stock(native_wheel, folder)
+    folder = steps.stock_folder(release)
+    install.unpack_wheel(native_wheel, folder)
     return {**fork, "PYTHONPATH": os.pathsep.join([str(folder), fork["PYTHONPATH"]])}
 
 

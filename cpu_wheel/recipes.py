@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make packaging`: write what packaging/ repeats of the pins, the series and vLLM.
+"""What packaging/ repeats of the pins, the series and vLLM.
 
 The spec and the recipe take a list of patches, a hash and requirements in their own
 syntax. A test fails when one of them is not what this writes.
@@ -7,14 +7,15 @@ syntax. A test fails when one of them is not what this writes.
 
 import email
 import re
-import sys
 import zipfile
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from cpu_wheel import packager, steps
-from cpu_wheel.pins import ROOT, BuildError, Release, Settings, load_release
+from cpu_wheel import packager
+from cpu_wheel.errors import BuildError
+from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release
 
 PACKAGING = ROOT / "packaging"
 SPEC = PACKAGING / "rpm" / "vllm.spec"
@@ -111,23 +112,3 @@ def written(release: Release, tree: Path, wheel: Path) -> dict[Path, str]:
         SPEC: spec(SPEC.read_text(), release, tree),
         RECIPE: recipe(RECIPE.read_text(), release, wheel),
     }
-
-
-def main() -> int:
-    """Write the files; every failure is one line on standard error."""
-    try:
-        settings = Settings(cache=Settings.from_environment().cache)
-        tree = steps.make_source(settings)
-        wheel = steps.make_wheel(settings, ROOT / "dist")
-        for path, text in written(load_release(), tree, wheel).items():
-            if text != path.read_text():
-                path.write_text(text)
-                print(path.relative_to(ROOT))
-    except (BuildError, OSError) as error:
-        print(f"packaging: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

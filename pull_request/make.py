@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make pr`: what goes into the pull request to vLLM, in build/pr/.
 
-The branch has upstream's tree as its base, the pinned sdist or the git repository
-that UPSTREAM names, and one commit for each patch that belongs into the pull
-request, with our tests of the CPU platform in the commit after which they pass.
-PR.md follows the template of that tree. Sign-off is left to the human who submits.
+The branch has upstream's tree as its base, the pinned sdist or a git repository, and
+one commit for each patch that belongs into the pull request, with our tests of the
+CPU platform in the commit after which they pass. PR.md follows the template of that
+tree. Sign-off is left to the human who submits.
 """
 
+import argparse
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,24 +18,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from checks import hooks, matrix, upstream_tests
+from checks import matrix, upstream_tests
 from checks.junit import count, run_pytest
-from cpu_wheel import queue, steps
+from cpu_wheel import queue
+from cpu_wheel.errors import BuildError
 from cpu_wheel.fetch import fetch
 from cpu_wheel.packager import new_file
-from cpu_wheel.pins import (
-    PATCHES,
-    ROOT,
-    BuildError,
-    Release,
-    Settings,
-    load_release,
-    read_pins,
-    read_series,
-)
+from cpu_wheel.paths import BUILD, PATCHES, ROOT
+from cpu_wheel.pins import Release, load_release, read_pins, read_series
+from cpu_wheel.settings import Settings
 
-WORK = steps.BUILD / "pr"
-TEXT = Path(__file__).with_name("pull_request.md")
+WORK = BUILD / "pr"
+TEXT = Path(__file__).with_name("template.md")
 # What only the pull request needs: the job that runs our tests, for one.
 EXTRA = PATCHES / "pull-request" / "series"
 MADE = "refs/made/pull-request"
@@ -128,13 +122,7 @@ def make_branch(release: Release, cache: Path, upstream: str, folder: Path) -> N
         empty = dataclasses.replace(release, series=())
         queue.make_worktree(fetch(release.sdist, cache), empty, folder)
     with tempfile.TemporaryDirectory(prefix=".patches-", dir=folder.parent) as scratch:
-        for patch in write_patches(release, Path(scratch)):
-            try:
-                queue.git(
-                    folder, "am", "--quiet", "--keep-non-patch", "--keep-cr", patch
-                )
-            except BuildError as error:
-                raise BuildError(f"{patch.name} does not apply ({error})") from None
+        queue.apply(folder, write_patches(release, Path(scratch)))
     queue.git(folder, "update-ref", MADE, "HEAD")
 
 
@@ -224,8 +212,21 @@ def write_text(branch: Path, release: Release) -> str:
     return filled + checklist
 
 
+def run_hooks(branch: Path) -> int:
+    """Run the hooks of upstream's pre-commit settings on what the branch changes.
+
+    Returns:
+        pre-commit's status; its output says what failed, or cannot be downloaded.
+    """
+    command = [sys.executable, "-m", "pre_commit", "run"]
+    command += ["--from-ref", queue.UPSTREAM, "--to-ref", queue.BRANCH]
+    return subprocess.run(command, cwd=branch).returncode
+
+
 def main() -> int:
-    upstream = os.environ.get("UPSTREAM", "")
+    parser = argparse.ArgumentParser(prog="pull_request.make", description=__doc__)
+    parser.add_argument("--upstream", default="", metavar="REPOSITORY")
+    upstream = parser.parse_args().upstream
     settings = Settings.from_environment()
     newest = next(iter(read_pins()["release"]))
     release = load_release(newest if upstream else None)
@@ -233,13 +234,12 @@ def main() -> int:
     try:
         make_branch(release, settings.cache, upstream, branch)
         (WORK / "PR.md").write_text(write_text(branch, release))
-        results = hooks.run(branch, WORK)
+        status = run_hooks(branch)
     except BuildError as error:
         sys.exit(f"pr: {error}")
-    print(hooks.table(results))
     print(f"\n{branch}, branch {queue.BRANCH}; {WORK / 'PR.md'}")
     print("Yours to do: review each line, `git rebase --signoff`, push, open.")
-    return 1 if any(result == "failed" for result, _ in results.values()) else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How results are shown, and where they were measured."""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def place() -> dict[str, str]:
+    """Return the date, and the machine that results were measured on."""
+    cpu = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*: (.*)", cpu)
+    flags = set(cpu.split())
+    best = next(
+        (
+            name
+            for flag, name in (
+                ("amx_bf16", "AMX"),
+                ("avx512_bf16", "AVX512-BF16"),
+                ("avx512f", "AVX512"),
+                ("avx2", "AVX2"),
+            )
+            if flag in flags
+        ),
+        "",
+    )
+    name = (model[1].strip() if model else platform.machine()) + f" with {best}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": f"{os.cpu_count()} cores, {name.strip()}, {memory} GiB",
+    }

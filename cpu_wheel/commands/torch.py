@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Install the CPU build of torch that the release needs."""
+
+import argparse
+
+from cpu_wheel.install import install_torch
+from cpu_wheel.pins import load_release
+from cpu_wheel.settings import Settings
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> None:
+    release = load_release(settings.release)
+    install_torch(release.torch, release.torch_index)
