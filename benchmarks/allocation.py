@@ -56,7 +56,7 @@ ROWS = (
 
 def allocate(row: Row) -> dict[str, Any]:
     """Start an engine with a row's budget; return what it allocated, or its error."""
-    from tests.platforms.test_cpu_kv_cache_allocation import (
+    from tests.platforms.cpu_kv_cache_utils import (
         reference_engine,
         share_of_memory,
     )

@@ -81,7 +81,7 @@ def make_engine(mode: str, budget: int, caching: bool) -> tuple[Any, float]:
     """Start an engine in this process; return it and the seconds that it took."""
     os.environ["VLLM_CPU_KVCACHE_COMMIT"] = mode
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from tests.platforms.test_cpu_kv_cache_ways_in import llama
+    from tests.platforms.cpu_kv_cache_utils import llama
     from vllm import LLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -223,8 +223,8 @@ def measure_server(mode: str, budget: int, model: Path) -> Record:
 
     That is the one with the most anonymous memory: it holds the weights too.
     """
-    from tests.platforms.test_cpu_kv_cache_server import as_flags, serve
-    from tests.platforms.test_cpu_kv_cache_ways_in import process_environment
+    from tests.platforms.cpu_kv_cache_server import as_flags, serve
+    from tests.platforms.cpu_kv_cache_utils import process_environment
 
     flags = as_flags({k: v for k, v in ARGUMENTS.items() if k != "load_format"})
     environment = process_environment(None, VLLM_CPU_KVCACHE_COMMIT=mode)
@@ -253,7 +253,7 @@ def measure(
     """Measure a part and yield a record for each engine."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    import tests.platforms.test_cpu_kv_cache_server  # noqa: F401 - once, before forks
+    import tests.platforms.cpu_kv_cache_server  # noqa: F401 - once, before forks
 
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         cases: list[tuple[Callable[..., Record], Record]]

@@ -33,8 +33,11 @@ TEXT = Path(__file__).with_name("template.md")
 # What only the pull request needs: the job that runs our tests, for one.
 EXTRA = PATCHES / "pull-request" / "series"
 MADE = "refs/made/pull-request"
-# The patch after which a test file passes.
+# The patch after which a test file passes, or with which a helper of tests comes.
 TESTS = {
+    "tests/platforms/cpu_kv_cache_jobs.py": "Suggest-an-equal-size",
+    "tests/platforms/cpu_kv_cache_server.py": "Suggest-an-equal-size",
+    "tests/platforms/cpu_kv_cache_utils.py": "Accept-fractions",
     "tests/platforms/test_cpu_kv_cache_budget.py": "Accept-fractions",
     "tests/platforms/test_cpu_kv_cache_allocation.py": "Accept-fractions",
     "tests/platforms/test_cpu_kv_cache_messages.py": "Suggest-an-equal-size",
@@ -200,7 +203,7 @@ def write_text(branch: Path, release: Release) -> str:
     filled = text.format(
         commits="\n".join(f"- {subject}" for subject in log.splitlines()),
         allocation=measured,
-        commands="\n".join(f"pytest {test}" for test in TESTS),
+        commands="\n".join(f"pytest {test}" for test in TESTS if "/test_" in test),
         results=tested,
         base=release.version,
         where=f"{judged['machine']}, {judged['date']}",

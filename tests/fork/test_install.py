@@ -29,7 +29,7 @@ torch.cpu._is_avx512_bf16_supported = lambda: bf16
 torch.cpu._is_amx_tile_supported = lambda: amx
 sys.modules |= dict.fromkeys(sys.argv[2:])
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-from tests.platforms.test_cpu_kv_cache_allocation import reference_engine
+from tests.platforms.cpu_kv_cache_utils import reference_engine
 from vllm import SamplingParams
 from vllm.triton_utils import HAS_TRITON
 engine = reference_engine(Path(tempfile.mkdtemp()), kv_cache_memory_bytes=128 << 20)

@@ -9,66 +9,19 @@ The model has 28 full attention and 7 sliding window layers in groups of 7: a
 block of 128 tokens takes 1.75 MiB, a request of 2,048 tokens 67 blocks.
 """
 
-import json
 from pathlib import Path
 
-import psutil
 import pytest
 
-from vllm import LLM, SamplingParams, envs
-
-MiB = 1 << 20
-GiB = 1 << 30
-
-REFERENCE_MODEL = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 35,
-    "layer_types": [
-        "full_attention" if (layer + 1) % 5 else "sliding_attention"
-        for layer in range(35)
-    ],
-    "sliding_window": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
-REFERENCE_ARGUMENTS = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-    "dtype": "bfloat16",
-    "block_size": 128,
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 128,
-    "max_num_seqs": 2,
-}
-REFERENCE_TOKENS = {128 * MiB: 2231, GiB: 17881, 4 * GiB: 71527}
-
-
-def reference_engine(folder: Path, **kwargs) -> LLM:
-    """Start an engine on the reference model, whose config.json goes to folder."""
-    (folder / "config.json").write_text(json.dumps(REFERENCE_MODEL))
-    return LLM(str(folder), **REFERENCE_ARGUMENTS, **kwargs)
-
-
-def share_of_memory(size: int) -> float:
-    """The gpu_memory_utilization that gives a worker size bytes."""
-    return size / psutil.virtual_memory().total
-
-
-def set_variable(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if value is None:
-        monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    else:
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
-    envs.disable_envs_cache()
+from tests.platforms.cpu_kv_cache_utils import (
+    REFERENCE_TOKENS,
+    GiB,
+    MiB,
+    reference_engine,
+    set_variable,
+    share_of_memory,
+)
+from vllm import SamplingParams
 
 
 @pytest.mark.forked

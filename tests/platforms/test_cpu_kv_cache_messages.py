@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import regex as re
 
-from tests.platforms.test_cpu_kv_cache_allocation import (
+from tests.platforms.cpu_kv_cache_utils import (
     REFERENCE_ARGUMENTS,
     REFERENCE_MODEL,
     GiB,

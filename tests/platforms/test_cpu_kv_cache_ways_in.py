@@ -10,15 +10,7 @@ in one process is in test_cpu_kv_cache_allocation.py, servers are in
 test_cpu_kv_cache_server.py.
 """
 
-import asyncio
-import concurrent.futures
-import contextlib
-import copy
-import dataclasses
 import json
-import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,141 +21,37 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import TokenizersBackend
 
-from tests.platforms.test_cpu_kv_cache_allocation import (
+from tests.platforms.cpu_kv_cache_utils import (
+    BUDGET,
+    LENGTH,
+    PROMPT,
     REFERENCE_ARGUMENTS,
+    REFERENCE_BLOCK,
+    REFERENCE_BLOCKS,
     REFERENCE_MODEL,
     REFERENCE_TOKENS,
+    TWO_RANKS,
     GiB,
     MiB,
+    budgets,
+    generate,
+    held,
+    kill_group,
+    llama,
+    needs_two_cores,
+    process_environment,
     set_variable,
     share_of_memory,
+    tail,
+    write_model,
 )
-from vllm import LLM, AsyncEngineArgs, SamplingParams
-from vllm.config import VllmConfig
-from vllm.config.utils import replace
+from vllm import LLM, AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.async_llm import AsyncLLM
 
 RESULT_WITHIN = 400
-BUDGET = 128 * MiB
-REFERENCE_BLOCK = 7 * MiB // 4
-REFERENCE_BLOCKS = 73
-
-SLOW = pytest.mark.slow_test
-budgets = pytest.mark.parametrize(
-    ("variable", "explicit"),
-    [
-        pytest.param("4", BUDGET, id="explicit-over-4"),
-        pytest.param("0.125", None, id="variable-alone"),
-    ],
-)
-
-# One core for each of two ranks.
-CORES = sorted(os.sched_getaffinity(0))
-TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2]))}
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two ranks on two cores")
-
-PROMPT = {"prompt_token_ids": list(range(1, 20))}
-LENGTH = 8
-GREEDY = SamplingParams(
-    temperature=0, max_tokens=LENGTH, ignore_eos=True, detokenize=False
-)
 ROOT = Path(__file__).parents[2]
-
-
-def held(worker: Any) -> int:
-    """The bytes of the KV cache that a worker holds."""
-    storages = [cache.untyped_storage() for cache in worker.model_runner.kv_caches]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def report(config: VllmConfig, ranks: list[int], length: int) -> dict[str, Any]:
-    return {
-        "bytes": config.cache_config.kv_cache_memory_bytes,
-        "blocks": config.cache_config.num_gpu_blocks,
-        "tokens": config.cache_config.kv_cache_size_tokens,
-        "ranks": ranks,
-        "length": length,
-    }
-
-
-def sync_report(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Start an LLM, generate, and report what it holds."""
-    engine = LLM(**arguments)
-    length = generate(engine)
-    return report(engine.llm_engine.vllm_config, engine.collective_rpc(held), length)
-
-
-async def async_report(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As sync_report, with an AsyncLLM."""
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    try:
-        async for output in engine.generate(PROMPT, GREEDY, "request"):
-            length = len(output.outputs[0].token_ids)
-        return report(engine.vllm_config, await engine.collective_rpc(held), length)
-    finally:
-        engine.shutdown()
-
-
-def budget_of(config: VllmConfig) -> int | None:
-    return config.cache_config.kv_cache_memory_bytes
-
-
-def rebuilt_budget_of(config: VllmConfig) -> int | None:
-    config.__post_init__()
-    return budget_of(config)
-
-
-def budgets_of_copies(arguments: dict[str, Any]) -> dict[str, int | None]:
-    """Build a configuration and report the budget of each copy of it."""
-    config = AsyncEngineArgs(**arguments).create_engine_config()
-    copied = copy.deepcopy(config)
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-        return {
-            "built": budget_of(config),
-            "copied": budget_of(copied),
-            "copied and rebuilt": rebuilt_budget_of(copied),
-            "dataclasses.replace": budget_of(dataclasses.replace(config)),
-            "replace": budget_of(replace(config)),
-            "sent": pool.submit(budget_of, config).result(),
-            "sent and rebuilt": pool.submit(rebuilt_budget_of, config).result(),
-            "rebuilt": rebuilt_budget_of(config),
-        }
-
-
-def process_environment(variable: str | None, **others: str) -> dict[str, str]:
-    """The variables of a process, with VLLM_CPU_KVCACHE_SPACE set or unset."""
-    environment = os.environ | others
-    environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    if variable is not None:
-        environment["VLLM_CPU_KVCACHE_SPACE"] = variable
-    return environment
-
-
-def write_model(folder: Path, config: dict[str, Any]) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """A model of full attention layers, nothing else of which takes memory."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "num_attention_heads": kv_heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    }
-
+SLOW = pytest.mark.slow_test
 
 MLA: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -198,25 +86,15 @@ BERT = {
 }
 
 
-def kill_group(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def tail(log: Path) -> str:
-    return "the end of the log:\n" + log.read_text(errors="replace")[-6000:]
-
-
 def run_here(
     folder: Path, job: str, arguments: dict[str, Any], environment: dict[str, str]
 ) -> Any:
-    """Run one of the jobs at the end of this file in a process of its own."""
+    """Run one of cpu_kv_cache_jobs.py in a process of its own."""
     log, result = folder / "log", folder / "result.json"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.platforms.test_cpu_kv_cache_ways_in"),
+                *(sys.executable, "-m", "tests.platforms.cpu_kv_cache_jobs"),
                 *(job, json.dumps(arguments), str(result)),
             ],
             cwd=ROOT,
@@ -281,10 +159,6 @@ def forked_engine(
         kv_cache_memory_bytes=explicit,
         **(REFERENCE_ARGUMENTS | arguments),
     )
-
-
-def generate(engine: LLM) -> int:
-    return len(engine.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -694,14 +568,3 @@ def test_flag_is_refused(
 
     assert stop.value.code == 2
     assert "--kv-cache-memory-bytes" in capsys.readouterr().err.splitlines()[-1]
-
-
-JOBS = {
-    "sync": sync_report,
-    "async": lambda arguments: asyncio.run(async_report(arguments)),
-    "copies": budgets_of_copies,
-}
-
-if __name__ == "__main__":
-    outcome = JOBS[sys.argv[1]](json.loads(sys.argv[2]))
-    Path(sys.argv[3]).write_text(json.dumps(outcome))

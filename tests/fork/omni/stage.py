@@ -22,7 +22,7 @@ from vllm_omni.config.stage_config import (
 )
 from vllm_omni.model_executor.models.qwen3_tts.pipeline import QWEN3_TTS_PIPELINE
 
-from tests.platforms.test_cpu_kv_cache_ways_in import generate, held
+from tests.platforms.cpu_kv_cache_utils import generate, held
 from vllm import LLM, EngineArgs
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
