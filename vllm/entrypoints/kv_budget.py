@@ -34,7 +34,7 @@ from vllm.v1.core.kv_budget import (
 )
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
-from vllm.v1.worker.kv_cache_specs import specs_of_all_stages
+from vllm.v1.worker.kv_cache_spec_discovery import specs_of_all_stages
 
 PROG = "vllm kv-budget"
 MLA_KINDS = {KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA}

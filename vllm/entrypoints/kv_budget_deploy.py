@@ -40,7 +40,7 @@ from vllm.utils.cpu_resource_utils import (
     parse_id_list,
 )
 from vllm.v1.core.kv_budget import GiB, MiB, format_bytes, longest_model_len
-from vllm.v1.worker.kv_cache_specs import specs_of_all_stages
+from vllm.v1.worker.kv_cache_spec_discovery import specs_of_all_stages
 
 PROG = "vllm kv-budget"
 SPACE = "VLLM_CPU_KVCACHE_SPACE"

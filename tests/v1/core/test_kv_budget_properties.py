@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_budget import PLENTY, KVBudget, plan_kv_budget
+from vllm.v1.core.kv_budget import UNLIMITED_MEMORY, KVBudget, plan_kv_budget
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
@@ -145,7 +145,7 @@ def plan(config: VllmConfig, layers: Layers) -> KVBudget:
     except (ValueError, NotImplementedError):
         # Then the engine cannot start with them either.
         with pytest.raises((ValueError, NotImplementedError)):
-            get_kv_cache_configs(config, [dict(layers)], [PLENTY])
+            get_kv_cache_configs(config, [dict(layers)], [UNLIMITED_MEMORY])
         assume(False)
     assert budget is not None
     return budget

@@ -46,7 +46,7 @@ logger = init_logger(__name__)
 MiB = 1 << 20
 GiB = 1 << 30
 # More than any engine plans with; nothing of this size is ever allocated.
-PLENTY = 1 << 60
+UNLIMITED_MEMORY = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _plan_groups(
     vllm_config: VllmConfig, kv_cache_specs: KVCacheSpecs
 ) -> list[list[KVCacheGroupSpec]]:
     """Return each rank's groups, as the engine makes them from all ranks' specs."""
-    configs = get_kv_cache_configs(vllm_config, kv_cache_specs, PLENTY)
+    configs = get_kv_cache_configs(vllm_config, kv_cache_specs, UNLIMITED_MEMORY)
     return [config.kv_cache_groups for config in configs]
 
 

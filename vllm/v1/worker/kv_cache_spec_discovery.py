@@ -79,7 +79,7 @@ class NoWeightsLoader(BaseModelLoader):
             ) from error
 
 
-class LonelyGroup(parallel_state.GroupCoordinator):
+class FakeGroupCoordinator(parallel_state.GroupCoordinator):
     """A process group that knows its ranks and talks to none of them."""
 
     def __init__(
@@ -92,7 +92,7 @@ class LonelyGroup(parallel_state.GroupCoordinator):
         group_name: str | None = None,
         use_all2all: bool = False,
     ) -> None:
-        self.unique_name = parallel_state._get_unique_name(group_name or "lonely")
+        self.unique_name = parallel_state._get_unique_name(group_name or "fake")
         parallel_state._register_group(self)
         self.rank = torch.distributed.get_rank()
         self.local_rank = self.device_index = local_rank
@@ -137,7 +137,7 @@ def acting_as_rank(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
     )
     try:
         with (
-            patch.object(parallel_state, "GroupCoordinator", LonelyGroup),
+            patch.object(parallel_state, "GroupCoordinator", FakeGroupCoordinator),
             set_current_vllm_config(vllm_config),
         ):
             world = parallel_state.init_world_group(
