@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all packaging-tools table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-packaging test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all packaging-tools table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-packaging test-omni lint bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -51,7 +51,6 @@ series: ## print the patch files of a release, in order
 packager-series: ## write the series, the overlay as its last patch, to OUT=DIR
 verify: ## check where each file of WHEEL=FILE comes from
 refresh: ## write the commits of the worktree back to patches/
-
 
 packaging-tools:
 	@$(PYTHON) cpu_wheel/host.py packaging
@@ -104,9 +103,6 @@ upstream-tests: install ## compare upstream's own tests on stock and patched
 pr: install stock ## write the pull request to build/pr/ and run upstream's hooks
 	@$(PIP) -c constraints.txt --group upstream-tests --group pull-request
 	$(PY) -m pull_request.make $(if $(UPSTREAM),--upstream "$(UPSTREAM)")
-
-bench-build: $(VENV)/ready ## how long the wheel takes, beside compressing its files
-	$(PY) -m benchmarks.build_time
 
 bench-budget: install ## what vllm kv-budget takes, and what is used of its plans
 	$(PY) -m benchmarks.kv_budget

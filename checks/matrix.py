@@ -8,7 +8,6 @@ was compiled (packaging/debian-sid.sh), and --compiled takes the report of that.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -68,8 +67,7 @@ def check(version: str) -> dict[str, Any]:
 
 def compiled(version: str, group: str) -> dict[str, Any]:
     """Return the stored result of a group where the release was compiled, if any."""
-    releases = json.loads(RESULTS.read_text())["releases"] if RESULTS.exists() else {}
-    result: dict[str, Any] = releases.get(version, {}).get(group, {})
+    result: dict[str, Any] = report.stored(RESULTS).get(version, {}).get(group, {})
     if "where" in result:
         return result
     return {"not run": "no native wheel is published"}
@@ -96,7 +94,7 @@ def take_report(version: str, junit: Path, where: str) -> None:
     }
     if not outcomes:
         raise BuildError(f"{junit} has no outcome of {tests}")
-    stored = json.loads(RESULTS.read_text())["releases"][version]
+    stored = report.stored(RESULTS)[version]
     words = {test: " ".join(filter(None, o)) for test, o in outcomes.items()}
     stored[group] = count(outcomes.values()) | {"where": where, "tests": words}
     store(version, stored)
@@ -120,13 +118,8 @@ def run_group(version: str, group: str, tests: str, folder: Path) -> dict[str, A
 
 def store(version: str, result: dict[str, Any]) -> None:
     """Put the result of a release into the stored ones, newest release first."""
-    stored = json.loads(RESULTS.read_text())["releases"] if RESULTS.exists() else {}
-    stored[version] = result
-    ordered = {v: stored[v] for v in read_pins()["release"] if v in stored}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(
-        json.dumps(report.place() | {"releases": ordered}, indent=1) + "\n"
-    )
+    stored = report.stored(RESULTS) | {version: result}
+    report.store(RESULTS, {v: stored[v] for v in read_pins()["release"] if v in stored})
 
 
 def passed(result: dict[str, Any]) -> bool:
@@ -190,7 +183,7 @@ def main() -> int:
         except BuildError as error:
             sys.exit(f"matrix: {error}")
     if arguments.show or arguments.compiled:
-        print(table(json.loads(RESULTS.read_text())["releases"]))
+        print(table(report.stored(RESULTS)))
         return 0
     chosen = arguments.releases
     results = {}

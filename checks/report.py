@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """How results are shown, and where they were measured."""
 
+import json
 import os
 import platform
 import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """Return the results of a file, by release; none if there is no file."""
+    if not path.exists():
+        return {}
+    results: dict[str, Any] = json.loads(path.read_text())["releases"]
+    return results
+
+
+def store(path: Path, releases: dict[str, Any]) -> None:
+    """Write the results of all releases, with the date and the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(place() | {"releases": releases}, indent=1) + "\n")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

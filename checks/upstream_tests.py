@@ -10,7 +10,6 @@ side and the patched tree on the other.
 import argparse
 import collections
 import concurrent.futures
-import json
 import shutil
 import sys
 import time
@@ -209,14 +208,12 @@ def good(result: dict[str, Any]) -> bool:
 
 def store(version: str, release: dict[str, Any]) -> None:
     """Put the results of a release into the stored ones; other suites' stay."""
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"releases": {}}
-    before = stored["releases"].get(version, {"suites": {}})
+    stored = report.stored(RESULTS)
+    before = stored.get(version, {"suites": {}})
     suites = before["suites"] | release["suites"]
     ordered = {suite: suites[suite] for suite in SUITES if suite in suites}
-    stored["releases"][version] = release | {"suites": ordered}
-    stored["releases"] = dict(sorted(stored["releases"].items()))
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(stored | report.place(), indent=1) + "\n")
+    stored[version] = release | {"suites": ordered}
+    report.store(RESULTS, dict(sorted(stored.items())))
 
 
 def check(version: str, suites: list[str]) -> dict[str, Any]:
@@ -247,7 +244,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="only show what is stored")
     arguments = parser.parse_args()
     if arguments.show:
-        stored = json.loads(RESULTS.read_text())["releases"]
+        stored = report.stored(RESULTS)
         print(table(stored), reasons(stored), sep="\n\nfailed on both sides:\n")
         return 0
     releases: dict[str, dict[str, Any]] = {}

@@ -62,6 +62,6 @@ def build_editable(
     """Refuse: the folder vllm/ here holds only what the fork adds."""
     sys.exit(
         "cpu_wheel: an editable install is not possible, as vllm/ here holds only what "
-        "the fork adds; use `pip install .`, or edit a tree from "
-        "`python -m cpu_wheel source --output DIR`"
+        "the fork adds; use `pip install .`, or edit and test in the tree that "
+        "`make worktree` makes"
     )

@@ -74,7 +74,11 @@ def apply(tree: Path, patches: Iterable[Path]) -> None:
 
 
 def make_worktree(
-    sdist: Path, release: Release, folder: Path, native_wheel: Path | None = None
+    sdist: Path,
+    release: Release,
+    folder: Path,
+    importable: bool = False,
+    native_wheel: Path | None = None,
 ) -> None:
     """Make a git repository with upstream's files and one commit a patch.
 
@@ -82,8 +86,8 @@ def make_worktree(
         sdist: The verified sources of the release.
         release: The release, for its series.
         folder: The folder to make; a failure leaves none behind.
-        native_wheel: The verified wheel of the native modules; with it `import vllm`
-            works in the folder.
+        importable: Whether `import vllm` is to work in the folder.
+        native_wheel: The verified wheel of the native modules for that, if any.
 
     Raises:
         BuildError: The folder exists, or a patch does not apply.
@@ -96,15 +100,16 @@ def make_worktree(
         # Upstream's files as they are: ignored ones too, and their line ends.
         attributes = scratch / ".git" / "info" / "attributes"
         attributes.write_text("* -text\n")
+        git(scratch, "config", "gc.auto", "0")  # also for the user's own git
         git(scratch, "add", "--all", "--force")
         git(scratch, "commit", "--quiet", "-m", f"vLLM {release.version}")
         git(scratch, "checkout", "--quiet", "-b", BRANCH)
         apply(scratch, release.series)
-        if native_wheel:
+        if importable:
             make_importable(scratch, release, native_wheel)
 
 
-def make_importable(tree: Path, release: Release, native_wheel: Path) -> None:
+def make_importable(tree: Path, release: Release, native_wheel: Path | None) -> None:
     """Add to a worktree what `import vllm` needs, ignored by git.
 
     Files of the overlay are links: who edits one edits it in this repository.
@@ -113,9 +118,11 @@ def make_importable(tree: Path, release: Release, native_wheel: Path) -> None:
     for path in overlay:
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).symlink_to(ROOT / path)
-    with zipfile.ZipFile(native_wheel) as archive:
-        modules = [name for name in archive.namelist() if name.endswith(".so")]
-        archive.extractall(tree, modules)
+    modules = []
+    if native_wheel:
+        with zipfile.ZipFile(native_wheel) as archive:
+            modules = [name for name in archive.namelist() if name.endswith(".so")]
+            archive.extractall(tree, modules)
     # The sdist's own metadata has no "+cpu", by which vLLM knows its platform.
     info = tree / f"vllm-{release.wheel_version}.dist-info"
     info.mkdir()
@@ -150,6 +157,12 @@ def refresh(release: Release, folder: Path, patches: Path = PATCHES) -> list[Pat
         raise BuildError(f"{folder} is no worktree; `make worktree` makes one")
     if changed_files := git(folder, "status", "--porcelain").splitlines():
         raise BuildError(f"{folder} has what is not committed: {changed_files[0][3:]}")
+    for path in overlay_files(release.pinned):
+        if (folder / path).is_file() and not (folder / path).is_symlink():
+            raise BuildError(
+                f"{folder / path} is not a link any more and no commit holds it: move "
+                f"it to {ROOT / path}"
+            )
     branch = git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
     if branch != BRANCH:
         raise BuildError(f"{folder} is on {branch}, the patches are those of {BRANCH}")

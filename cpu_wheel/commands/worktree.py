@@ -12,11 +12,12 @@ from cpu_wheel.settings import Settings
 def run(arguments: argparse.Namespace, settings: Settings) -> None:
     release = load_release(settings.release)
     folder = queue.worktree(release)
-    native = release.published_native_wheel
+    pin = release.published_native_wheel
     queue.make_worktree(
         fetch(release.sdist, settings.cache, settings.sdist),
         release,
         folder,
-        fetch(native, settings.cache, settings.native_wheel) if native else None,
+        importable=True,
+        native_wheel=fetch(pin, settings.cache, settings.native_wheel) if pin else None,
     )
     print(folder)

@@ -371,7 +371,7 @@ def test_worktree_imports_its_own_vllm(tmp_path: Path, patches: Path) -> None:
     tree = tmp_path / "tree"
     native_wheel = fetch(PINNED.native_wheel, Settings.from_environment().cache)
 
-    queue.make_worktree(sdist(PINNED), PINNED, tree, native_wheel)
+    queue.make_worktree(sdist(PINNED), PINNED, tree, True, native_wheel)
 
     code = "from importlib.util import find_spec; print(find_spec('vllm._C').origin)"
     code += "; import vllm.platforms as p; print(p.__file__, p.current_platform)"
@@ -386,11 +386,17 @@ def test_worktree_imports_its_own_vllm(tmp_path: Path, patches: Path) -> None:
     modules = [f"{tree}/vllm/_C.abi3.so", f"{tree}/vllm/platforms/__init__.py"]
     assert [word for word in found if word in modules] == modules
     assert "<vllm.platforms.cpu.CpuPlatform" in found
-    for path in source.overlay_files(pinned=True):
-        assert (tree / path).samefile(ROOT / path)
+    for name in source.overlay_files(pinned=True):
+        path = tree / name
+        assert path.samefile(ROOT / name)
     queue.git(tree, "add", "--all")
     assert queue.git(tree, "status", "--porcelain") == ""
     assert queue.refresh(PINNED, tree, patches) == []
+    # As an editor leaves it that writes beside and renames.
+    path.with_suffix(".new").write_text("edited")
+    path.with_suffix(".new").replace(path)
+    with pytest.raises(BuildError, match="is not a link any more"):
+        queue.refresh(PINNED, tree, patches)
 
 
 def test_refresh_drops_a_patch_that_no_other_release_has(

@@ -18,6 +18,8 @@ from vllm.logger import _print_info_once
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.zen_cpu import ZenCpuPlatform
 
+pytestmark = pytest.mark.skip_global_cleanup
+
 MiB = 1 << 20
 GiB = 1 << 30
 
