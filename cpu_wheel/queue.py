@@ -27,6 +27,7 @@ UPSTREAM = "upstream"
 BRANCH = "patched"
 # A patch depends on the commit alone: no hash of a commit, no version of git.
 FORMAT = ("--zero-commit", "--no-signature", "--full-index", "-N")
+LAST_UPDATE = re.compile(rb"^Last-Update: (.*)$", re.MULTILINE)
 
 
 def git(tree: Path, *arguments: str | Path) -> str:
@@ -238,8 +239,11 @@ def refresh_pinned(
             else:
                 (patches / name).unlink()
     for name, patch in content.items():
-        if write(patches / name, patch):
-            changed.append(patches / name)
+        path = patches / name
+        before = changes(path.read_bytes()) if path.exists() else changes(patch)
+        if write(path, patch):
+            changed.append(path)
+        if changes(patch) != before:
             for copy in patches.glob(f"v*/*-{stem(name)}"):
                 print(
                     f"cpu_wheel: {copy.relative_to(patches)} did not follow {name}: "
@@ -250,26 +254,30 @@ def refresh_pinned(
 
 
 def write(path: Path, patch: bytes) -> bool:
-    """Write a patch, with today as Last-Update, unless it says what is there.
+    """Write a patch unless it says what is there, and return whether it was written.
 
-    Returns:
-        Whether it was written. A hash of a file that an earlier patch changed too is
-        no reason, nor is the date alone.
+    What it says has today as its Last-Update. The lines around a change, or the
+    hashes of the files, may be others without another date.
     """
-    if path.exists() and substance(path.read_bytes()) == substance(patch):
+    before = path.read_bytes() if path.exists() else b""
+    if substance(before) == substance(patch):
         return False
-    today = f"Last-Update: {time.strftime('%Y-%m-%d', time.gmtime())}"
-    head, separator, diff = patch.partition(b"\n---\n")
-    head = re.sub(rb"^Last-Update: .*$", today.encode(), head, flags=re.MULTILINE)
-    path.write_bytes(head + separator + diff)
+    date = time.strftime("%Y-%m-%d", time.gmtime()).encode()
+    if said(before) == said(patch) and (match := LAST_UPDATE.search(before)):
+        date = match[1]
+    path.write_bytes(LAST_UPDATE.sub(b"Last-Update: " + date, patch, count=1))
     return True
+
+
+def said(patch: bytes) -> tuple[bytes, list[bytes]]:
+    """Return a patch's message, without its date, and the lines that it changes."""
+    return LAST_UPDATE.sub(b"", patch.partition(b"\n---\n")[0]), changes(patch)
 
 
 def substance(patch: bytes) -> bytes:
     """Return a patch without the hashes of its files and the date of its update."""
-    return re.sub(
-        rb"^(index [0-9a-f]+\.\.[0-9a-f]+|Last-Update: ).*\n", b"", patch, flags=re.M
-    )
+    hashes = re.compile(rb"^index [0-9a-f]+\.\.[0-9a-f]+", re.MULTILINE)
+    return LAST_UPDATE.sub(b"", hashes.sub(b"", patch))
 
 
 def stem(name: str) -> str:
