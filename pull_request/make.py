@@ -42,7 +42,7 @@ TESTS = {
     "tests/platforms/test_cpu_kv_cache_allocation.py": "Accept-fractions",
     "tests/platforms/test_cpu_kv_cache_messages.py": "Suggest-an-equal-size",
     "tests/platforms/test_cpu_kv_cache_server.py": "Suggest-an-equal-size",
-    "tests/platforms/test_cpu_kv_cache_ways_in.py": "Suggest-an-equal-size",
+    "tests/platforms/test_cpu_kv_cache_entry_points.py": "Suggest-an-equal-size",
 }
 TRAILER = re.compile(r"[A-Z][A-Za-z-]+: .+")
 

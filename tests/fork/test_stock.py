@@ -17,9 +17,9 @@ WITHOUT_AN_ENGINE = ("tests/platforms/test_cpu_kv_cache_budget.py",)
 WITH_ENGINES = (
     "tests/platforms/test_cpu_kv_cache_allocation.py",
     "tests/platforms/test_cpu_kv_cache_messages.py",
-    # Of the ways in, those that one process takes: the others take minutes.
+    # Of the entry points, those that one process takes: the others take minutes.
     *(
-        f"tests/platforms/test_cpu_kv_cache_ways_in.py::{test}"
+        f"tests/platforms/test_cpu_kv_cache_entry_points.py::{test}"
         for test in (
             "test_speculative_decoding_with_ngram",
             "test_speculative_decoding_with_a_draft_model",

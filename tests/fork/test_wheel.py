@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel holds what it must, whichever door built it and wherever."""
+"""The wheel holds what it must, whichever entry point built it and wherever."""
 
 import email
 import hashlib

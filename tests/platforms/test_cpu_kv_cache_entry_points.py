@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every way in which a KV cache budget reaches an engine on CPU.
+"""Every entry point through which a KV cache budget reaches an engine on CPU.
 
 Each way is taken with an explicit kv_cache_memory_bytes of 128 MiB against
 VLLM_CPU_KVCACHE_SPACE=4 and with the variable alone at 0.125. An engine starts
