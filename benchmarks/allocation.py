@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.child import in_child
 from checks.report import table
 from cpu_wheel.paths import BUILD, ROOT
 from cpu_wheel.pins import load_release
 from cpu_wheel.settings import Settings, inherited
 from cpu_wheel.steps import stock_folder
+from tests.platforms.cpu_kv_cache_child import in_child
 
 MiB = 1 << 20
 GiB = 1 << 30

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.child import in_child
 from checks.report import table
+from tests.platforms.cpu_kv_cache_child import in_child
 
 KINDS = (
     "full",

@@ -35,9 +35,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import in_child
 from checks.report import place, table
 from cpu_wheel.paths import BUILD, ROOT
+from tests.platforms.cpu_kv_cache_child import in_child
 
 RESULTS = ROOT / "docs" / "results" / "memory.json"
 PLOT = RESULTS.with_suffix(".svg")

@@ -13,9 +13,7 @@ block of 128 tokens takes 1.75 MiB, a request of 2,048 tokens 67 blocks.
 import argparse
 import json
 import logging
-import multiprocessing
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import pytest
 import regex as re
 
+from tests.platforms.cpu_kv_cache_child import in_child
 from tests.platforms.cpu_kv_cache_utils import (
     REFERENCE_ARGUMENTS,
     REFERENCE_MODEL,
@@ -56,9 +55,7 @@ def engine_arguments(folder: Path, **kwargs: Any) -> dict[str, Any]:
     return {"model": str(folder), **REFERENCE_ARGUMENTS, **kwargs}
 
 
-def in_child(
-    send: Connection, ask: Callable[[LLM], Any], arguments: dict[str, Any]
-) -> None:
+def answer(ask: Callable[[LLM], Any], arguments: dict[str, Any]) -> SimpleNamespace:
     lines: list[str] = []
     make_record = logging.getLogRecordFactory()
 
@@ -69,12 +66,12 @@ def in_child(
 
     # Handlers would not outlive the engine's own configuration of logging.
     logging.setLogRecordFactory(keep)
-    answer, error = None, ""
+    answered, error = None, ""
     try:
-        answer = ask(LLM(**arguments))
+        answered = ask(LLM(**arguments))
     except Exception as exception:
         error = str(exception)
-    send.send(SimpleNamespace(answer=answer, error=error, log=lines))
+    return SimpleNamespace(answer=answered, error=error, log=lines)
 
 
 def num_blocks(engine: LLM) -> int:
@@ -92,16 +89,7 @@ def run_engine(
         What it answered, the error that it did not start with, and what it logged.
 
     """
-    fork = multiprocessing.get_context("fork")
-    receive, send = fork.Pipe(duplex=False)
-    arguments = engine_arguments(folder, **kwargs)
-    child = fork.Process(target=in_child, args=(send, ask, arguments))
-    child.start()
-    send.close()
-    try:
-        return receive.recv()
-    finally:
-        child.join()
+    return in_child(answer, ask=ask, arguments=engine_arguments(folder, **kwargs))
 
 
 def setting_in(error: str) -> str:

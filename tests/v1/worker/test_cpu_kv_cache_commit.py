@@ -7,17 +7,18 @@ Each engine is a real one with dummy weights, in a process of its own.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.platforms.cpu_kv_cache_child import in_child
 from tests.platforms.cpu_kv_cache_utils import REFERENCE_ARGUMENTS, REFERENCE_MODEL
 from tests.v1.worker.cpu_kv_cache_report import (
     BLOCK,
@@ -76,28 +77,11 @@ def write_model(folder: Path, budget: int, **arguments: Any) -> dict[str, Any]:
     return model | REFERENCE_ARGUMENTS | arguments
 
 
-def in_child(commit: str, function: Callable[[], Any]) -> Any:
-    """Call a function that starts an engine within a forked child."""
-
-    def child() -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_KVCACHE_COMMIT"] = commit
-        envs.disable_envs_cache()
-        sender.send(function())
-        sys.stdout.flush()
-        os._exit(0)  # the engine's threads do not end by themselves
-
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=child)
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        pytest.fail("the engine ended without a report, see above")
-    finally:
-        process.join()
+def with_commit(commit: str, function: Callable[[], Any]) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_COMMIT"] = commit
+    envs.disable_envs_cache()
+    return function()
 
 
 def forked_report(
@@ -105,7 +89,8 @@ def forked_report(
 ) -> dict[str, Any]:
     """Report on an engine within a forked child."""
     arguments = write_model(folder, budget, **arguments)
-    return in_child(commit, lambda: report(arguments, rounds))
+    function = partial(report, arguments, rounds)
+    return in_child(with_commit, commit=commit, function=function)
 
 
 def test_memory_after_startup(tmp_path: Path) -> None:
@@ -187,7 +172,8 @@ def test_a_connector_saves_and_loads_the_same(tmp_path: Path) -> None:
         store.mkdir()
 
     def run(commit: str, store: str) -> dict[str, Any]:
-        return in_child(commit, lambda: connected_report(arguments, stores[store]))
+        function = partial(connected_report, arguments, stores[store])
+        return in_child(with_commit, commit=commit, function=function)
 
     startup = run("startup", "startup")
     on_use = run("on-use", "on-use")
