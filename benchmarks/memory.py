@@ -2,8 +2,8 @@
 """What VLLM_CPU_KVCACHE_COMMIT=on-use does to memory, start-up and speed.
 
 `python -m benchmarks.memory` measures three parts and keeps every figure in
-docs/results/memory.json; `--show` prints the tables from there, and `--plot` draws
-docs/results/memory.svg.
+benchmarks/results/memory.json; `--show` prints docs/results/memory.md from there, and
+`--plot` draws docs/results/memory.svg.
 
 - memory: the resident memory of an engine at four points of its life, and how long
   it takes to start, by budget and with and without prefix caching.
@@ -35,12 +35,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checks.report import place, table
+from checks.report import dump, place, table
 from cpu_wheel.paths import BUILD, ROOT
 from tests.platforms.cpu_kv_cache_child import in_child
 
-RESULTS = ROOT / "docs" / "results" / "memory.json"
-PLOT = RESULTS.with_suffix(".svg")
+RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
+PLOT = ROOT / "docs" / "results" / "memory.svg"
+HEAD = """# Memory, start-up and speed with the KV cache committed on use
+
+`python -m benchmarks.memory --show` prints this page; `make bench-memory` measures it.
+The [guide](../memory.md) says when to use `on-use`.
+
+A model with the geometry of a speech model's talker and dummy weights: 28 layers, 8 KV
+heads of 128, 14 MiB a block, 56 MiB a request of full length (504 tokens). Memory is
+RssAnon unless a column says otherwise.
+
+![RssAnon of the engine when started, after one request, after a burst and when idle, by
+budget, with prefix caching off and on; the table below has the figures](memory.svg)"""
+ABOUT = {
+    "memory": """One engine in one process. "burst" is after 24 distinct requests of
+full length, two at a time; "idle" is two seconds later.""",
+    "speed": """A budget of 1 GiB and one OpenMP thread. A pass is 2 prompts of full
+length, 12 of 100 tokens, and decoding after prompts of 16 and of 384 tokens, two at a
+time. A ratio compares the same pass of the two modes. In a pass over new pages, more
+than half of what its full-length prompts wrote lay on untouched pages; in a later pass,
+less than 5%.""",
+    "budget": """The process of `vllm serve` that holds the cache, once started, with a
+checkpoint of 1 GB written for the purpose (safetensors, memory-mapped while it is
+read).""",
+}
 MiB = 1 << 20
 GiB = 1 << 30
 MODES = ("startup", "on-use")
@@ -327,12 +350,15 @@ def print_table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
 def fit(records: Iterable[Record], key: str) -> str:
     """Return slope a GiB of budget and intercept of a figure, by least squares."""
     records = list(records)
-    scale, form = (1, "{:.2f} s") if key == "seconds" else (MiB, "{:,.0f} MiB")
+    scale, digits, unit = (1, 2, "s") if key == "seconds" else (MiB, 0, "MiB")
     slope, intercept = statistics.linear_regression(
         [record["budget"] / GiB for record in records],
         [record[key] / scale for record in records],
     )
-    return f"{form.format(intercept)} + {form.format(slope)} a GiB"
+    sign = "-" if round(slope, digits) < 0 else "+"
+    return (
+        f"{intercept:,.{digits}f} {unit} {sign} {abs(slope):,.{digits}f} {unit} a GiB"
+    )
 
 
 def show_memory(records: list[Record]) -> None:
@@ -391,8 +417,8 @@ def show_speed(records: list[Record]) -> None:
             if pairs
         ]
     waited = [once["waited"] for record in records for once in record["passes"]]
-    print(f"seconds for a second of CPU time: {spread(waited, '{:.2f}')}; median")
-    print("(quartiles), and the number of passes:")
+    print(f"\nSeconds for a second of CPU time: {spread(waited, '{:.2f}')}. Below,")
+    print("median (quartiles), and the number of passes:")
     print_table(
         (
             *("prefix caching", "load", "startup, tokens a second of CPU time"),
@@ -438,7 +464,11 @@ def main() -> None:
     parser.add_argument("--only", choices=SHOW, help="one part, not all three")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--add", action="store_true", help="keep what is stored too")
-    parser.add_argument("--show", action="store_true", help="only show what is stored")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print docs/results/memory.md from what is stored",
+    )
     parser.add_argument("--plot", action="store_true", help=f"draw {PLOT.name} too")
     arguments = parser.parse_args()
     if arguments.plot:
@@ -460,7 +490,8 @@ def main() -> None:
                 records.append(record)
                 stored[part] = place() | {"records": records}
                 RESULTS.parent.mkdir(parents=True, exist_ok=True)
-                RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+                RESULTS.write_text(dump(stored, depth=3) + "\n")
+    print(HEAD)
     for part in parts:
         if part in stored:
             records = stored[part]["records"]
@@ -468,10 +499,11 @@ def main() -> None:
                 print("\nspeed: stored by another method, measure it again")
                 continue
             rounds = len(values_of(records, "round"))
+            print(f"\n## {part.capitalize()}\n\n{ABOUT[part]}\n")
             print(
-                f"\n{part}: {stored[part]['date']}, {stored[part]['machine']}, ", end=""
+                f"{stored[part]['date']}, {stored[part]['machine']}, {rounds} rounds,"
             )
-            print(f"{rounds} rounds, median (least to most)")
+            print("median (least to most):")
             SHOW[part](records)
     if arguments.plot and "memory" in stored:
         draw(stored["memory"], PLOT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of docs/results/memory.json that docs/memory.md shows.
+"""The plot of benchmarks/results/memory.json that docs/memory.md shows.
 
 Only this needs matplotlib: `pip install -c constraints.txt --group plot`.
 """
@@ -47,6 +47,9 @@ def draw(stored: dict[str, Any], target: Path) -> None:
         figure = make_figure(stored)
         metadata = {"Date": None, "Identifier": digest(stored["records"])}
         figure.savefig(target, metadata=metadata if target.suffix == ".svg" else None)
+    if target.suffix == ".svg":
+        # One line instead of one for each point.
+        target.write_text(" ".join(target.read_text().split()) + "\n")
 
 
 def make_figure(stored: dict[str, Any]) -> Figure:

@@ -22,7 +22,7 @@ from cpu_wheel.paths import BUILD, ROOT
 from cpu_wheel.pins import load_release, read_pins
 from cpu_wheel.settings import Settings
 
-RESULTS = ROOT / "docs" / "results" / "matrix.json"
+RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 WORK = BUILD / "matrix"
 TIMEOUT = 300
 # A group, its tests, and whether they start an engine.
@@ -155,6 +155,17 @@ def table(results: dict[str, Any]) -> str:
     )
 
 
+def page(stored: dict[str, Any]) -> str:
+    """Return docs/results/matrix.md."""
+    return f"""# Our tests on each release
+
+`python -m checks.matrix --show` prints this page; `make matrix` measures it.
+{stored["date"]}, {stored["machine"]}:
+
+{table(stored["releases"])}
+"""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="checks.matrix",
@@ -167,7 +178,11 @@ def main() -> int:
         metavar="X",
         help="only these; the others keep what is stored",
     )
-    parser.add_argument("--show", action="store_true", help="only show what is stored")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print docs/results/matrix.md from what is stored",
+    )
     parser.add_argument(
         "--compiled",
         nargs=3,
@@ -183,7 +198,7 @@ def main() -> int:
         except BuildError as error:
             sys.exit(f"matrix: {error}")
     if arguments.show or arguments.compiled:
-        print(table(report.stored(RESULTS)))
+        print(page(json.loads(RESULTS.read_text())), end="")
         return 0
     chosen = arguments.releases
     results = {}

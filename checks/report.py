@@ -22,7 +22,7 @@ def stored(path: Path) -> dict[str, Any]:
 def store(path: Path, releases: dict[str, Any]) -> None:
     """Write the results of all releases, with the date and the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(place() | {"releases": releases}, indent=1) + "\n")
+    path.write_text(dump(place() | {"releases": releases}, depth=4) + "\n")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -30,6 +30,16 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def dump(value: Any, depth: int) -> str:
+    """Return JSON that has each item on a line down to a depth, and none below."""
+    if depth == 0 or not isinstance(value, dict | list):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(dump(item, depth - 1) for item in value) + "\n]"
+    items = (f"{json.dumps(key)}: {dump(v, depth - 1)}" for key, v in value.items())
+    return "{\n" + ",\n".join(items) + "\n}"
 
 
 def place() -> dict[str, str]:

@@ -32,7 +32,7 @@ from cpu_wheel.paths import BUILD, ROOT
 from cpu_wheel.pins import load_release
 from cpu_wheel.settings import Settings
 
-RESULTS = ROOT / "docs" / "results" / "upstream-tests.json"
+RESULTS = ROOT / "benchmarks" / "results" / "upstream-tests.json"
 WORK = BUILD / "upstream-tests"
 TIMEOUT = 120
 RELEASES = ("0.32.0", "0.33.0")
@@ -233,6 +233,26 @@ def check(version: str, suites: list[str]) -> dict[str, Any]:
     return compared | {"suites": results}
 
 
+def page(stored: dict[str, Any]) -> str:
+    """Return docs/results/upstream-tests.md."""
+    return f"""# Upstream's own tests, stock and patched
+
+`python -m checks.upstream_tests --show` prints this page; `make upstream-tests`
+measures it. The tests are those of the sdist, the same on both sides, compared one by
+one. A regression passes on stock and fails on patched, in two runs; a flaky test
+differs in one run only.
+{stored["date"]}, {stored["machine"]}:
+
+{table(stored["releases"])}
+
+Why tests fail on both sides, by the first line of the reason:
+
+```
+{reasons(stored["releases"])}
+```
+"""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="checks.upstream_tests",
@@ -241,11 +261,14 @@ def main() -> int:
     )
     parser.add_argument("--release", choices=RELEASES, action="append")
     parser.add_argument("--suite", choices=SUITES, action="append")
-    parser.add_argument("--show", action="store_true", help="only show what is stored")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print docs/results/upstream-tests.md from what is stored",
+    )
     arguments = parser.parse_args()
     if arguments.show:
-        stored = report.stored(RESULTS)
-        print(table(stored), reasons(stored), sep="\n\nfailed on both sides:\n")
+        print(page(json.loads(RESULTS.read_text())), end="")
         return 0
     releases: dict[str, dict[str, Any]] = {}
     try:
