@@ -3,9 +3,10 @@
 
 `python -m benchmarks.kv_budget` imports what the command needs of vLLM, builds the
 configuration and plans, for a geometry of 28 layers and one of 80 in turns, each time
-in a process of its own, and takes the medians. Within a process the clock is compared,
-between two the processor time, which other load on the machine disturbs less. Then the
-help of `vllm kv-budget` beside that of another subcommand.
+in a process of its own, takes the medians, and prints docs/results/kv-budget.md. Within
+a process the clock is compared, between two the processor time, which other load on the
+machine disturbs less. Then the help of `vllm kv-budget` beside that of another
+subcommand.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checks.report import table
+from checks.report import place, table
 from cpu_wheel.paths import ROOT
 from cpu_wheel.settings import inherited
 
@@ -28,6 +29,13 @@ MiB = 1 << 20
 MEMORY_LIMIT = 300 * MiB
 COMMAND_LIMIT = 1.2
 GEOMETRY_LIMIT = 1.1
+
+HEAD = """# What `vllm kv-budget` takes
+
+`python -m benchmarks.kv_budget` prints this page. A ratio is taken within one run, as
+the median of {runs} runs. The command plans a geometry of 28 layers and one of 80.
+{date}, {machine}:
+"""
 
 # Prints the seconds since the start, of the clock and of the processor, at the end of
 # each stage, and the process's peak of resident bytes after the first and the last.
@@ -174,6 +182,7 @@ def main() -> int:
         ),
     ]
     cells = ((row.name, f"{row.value:.2f}", f"{row.limit:.2f}") for row in rows)
+    print(HEAD.format(**place(), runs=arguments.runs))
     print(table(("figure", "ratio", "limit"), cells))
     for layers in runs:
         stages = [
@@ -181,10 +190,10 @@ def main() -> int:
             for stage in ("import", "configuration", "plan")
         ]
         peak = f"{median(layers, PLAN_BYTES) / MiB:.0f} MiB"
-        print(f"{layers} layers, since the start: {', '.join(stages)}; {peak}")
+        print(f"\n{layers} layers, since the start: {', '.join(stages)}; {peak}")
     for subcommand, times in helps.items():
         seconds = statistics.median(times)
-        print(f"vllm {subcommand} --help: {seconds:.2f} s (processor)")
+        print(f"\n`vllm {subcommand} --help`: {seconds:.2f} s of CPU time")
     for row in rows:
         if not row.met:
             print(f"kv_budget: above its limit: {row.name}", file=sys.stderr)

@@ -2,7 +2,8 @@
 """The blocks that are planned, beside the most that an engine uses, by kind of model.
 
 `python -m benchmarks.kv_budget_peaks` runs two requests of full length at once in each
-engine, in a forked child a kind, on the dummy models of the tests.
+engine, in a forked child a kind, on the dummy models of the tests, and prints
+docs/results/kv-budget-peaks.md.
 """
 
 import os
@@ -10,9 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checks.report import table
+from checks.report import place, table
 from tests.platforms.cpu_kv_cache_child import in_child
 
+HEAD = """# Planned blocks, and blocks in use
+
+`python -m benchmarks.kv_budget_peaks` prints this page. Each engine has the planned
+budget and runs two requests of full length at once (`max_model_len` 512, a prompt of
+488 tokens, `max_num_batched_tokens` 512). The null block is not counted.
+{date}, {machine}:
+"""
 KINDS = (
     "full",
     "multi-query",
@@ -60,6 +68,7 @@ def main() -> None:
         print(f"kv_budget_peaks: {kind} ...", file=sys.stderr, flush=True)
         rows.append(in_child(measure, kind=kind))
     head = ("kind", "planned", "most in use", "ran at once", "preemptions")
+    print(HEAD.format(**place()))
     print(table(head, rows))
 
 

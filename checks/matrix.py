@@ -8,6 +8,7 @@ was compiled (packaging/debian-sid.sh), and --compiled takes the report of that.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path

@@ -10,6 +10,7 @@ side and the patched tree on the other.
 import argparse
 import collections
 import concurrent.futures
+import json
 import shutil
 import sys
 import time
