@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from cpu_wheel.pins import ROOT
+from cpu_wheel.paths import ROOT
 
 PAGES = sorted(
     path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
