@@ -35,15 +35,16 @@ EXTRA = PATCHES / "pull-request" / "series"
 MADE = "refs/made/pull-request"
 # The patch after which a test file passes, or with which a helper of tests comes.
 TESTS = {
-    "tests/platforms/cpu_kv_cache_child.py": "Suggest-an-equal-size",
-    "tests/platforms/cpu_kv_cache_jobs.py": "Suggest-an-equal-size",
-    "tests/platforms/cpu_kv_cache_server.py": "Suggest-an-equal-size",
-    "tests/platforms/cpu_kv_cache_utils.py": "Accept-fractions",
-    "tests/platforms/test_cpu_kv_cache_budget.py": "Accept-fractions",
-    "tests/platforms/test_cpu_kv_cache_allocation.py": "Accept-fractions",
-    "tests/platforms/test_cpu_kv_cache_messages.py": "Suggest-an-equal-size",
-    "tests/platforms/test_cpu_kv_cache_server.py": "Suggest-an-equal-size",
-    "tests/platforms/test_cpu_kv_cache_entry_points.py": "Suggest-an-equal-size",
+    "tests/platforms/cpu_kv_cache_child.py": "Leave-the-null-block",
+    "tests/platforms/cpu_kv_cache_jobs.py": "Leave-the-null-block",
+    "tests/platforms/cpu_kv_cache_server.py": "Leave-the-null-block",
+    "tests/platforms/cpu_kv_cache_utils.py": "Keep-VLLM_CPU",
+    "tests/platforms/test_cpu_kv_cache_space.py": "Reject-a-kv_cache",
+    "tests/platforms/test_cpu_kv_cache_budget.py": "Keep-VLLM_CPU",
+    "tests/platforms/test_cpu_kv_cache_allocation.py": "Keep-VLLM_CPU",
+    "tests/platforms/test_cpu_kv_cache_messages.py": "Leave-the-null-block",
+    "tests/platforms/test_cpu_kv_cache_server.py": "Leave-the-null-block",
+    "tests/platforms/test_cpu_kv_cache_entry_points.py": "Leave-the-null-block",
 }
 TRAILER = re.compile(r"[A-Z][A-Za-z-]+: .+")
 

@@ -3,7 +3,7 @@
 """Which KV cache budget a configuration for the CPU platform ends up with.
 
 kv_cache_memory_bytes takes precedence, VLLM_CPU_KVCACHE_SPACE is its default in
-GiB, and what is no size is refused while the configuration is built. No engine
+GiB, and an invalid value is rejected when the configuration is built. No engine
 is started here, see test_cpu_kv_cache_allocation.py.
 """
 
@@ -118,9 +118,12 @@ def test_budget(
         "1/2",
         "50%",
         "--",
+        "1_0",
+        pytest.param("\uff11\uff10", id="full-width"),
+        pytest.param("\u0661", id="arabic"),
     ],
 )
-def test_bad_variable_is_refused(
+def test_invalid_variable_is_rejected(
     monkeypatch: pytest.MonkeyPatch, variable: str, explicit: int | None
 ) -> None:
     set_variable(monkeypatch, variable)
@@ -128,13 +131,13 @@ def test_bad_variable_is_refused(
     with pytest.raises(ValueError) as error:
         make_config(explicit)
 
-    assert f"VLLM_CPU_KVCACHE_SPACE={variable!r}" in str(error.value)
+    assert f"Invalid VLLM_CPU_KVCACHE_SPACE={variable!r}: " in str(error.value)
     assert "number of GiB" in str(error.value)
 
 
 @pytest.mark.parametrize("variable", [None, "4", "0"], ids=["unset", "set", "zero"])
 @pytest.mark.parametrize("explicit", [0, -1])
-def test_bad_explicit_budget_is_refused(
+def test_invalid_explicit_budget_is_rejected(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, explicit: int
 ) -> None:
     set_variable(monkeypatch, variable)
@@ -142,7 +145,7 @@ def test_bad_explicit_budget_is_refused(
     with pytest.raises(ValueError) as error:
         make_config(explicit)
 
-    assert f"kv_cache_memory_bytes={explicit} " in str(error.value)
+    assert f"Invalid kv_cache_memory_bytes={explicit}: " in str(error.value)
     assert "positive number of bytes" in str(error.value)
 
 
@@ -221,14 +224,18 @@ def test_number_of_blocks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.cache_config.kv_cache_memory_bytes == 128 * MiB
 
 
-def test_assigned_variable_takes_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the render server assigns it, which must not reserve a KV cache."""
+def test_later_engine_of_a_process_has_its_own_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_variable(monkeypatch, "4")
-    monkeypatch.setitem(vars(envs), "VLLM_CPU_KVCACHE_SPACE", 0)
+    envs.enable_envs_cache()  # as the first engine does when it starts
+    try:
+        set_variable(monkeypatch, "1")
+        config = make_config(None)
+    finally:
+        envs.disable_envs_cache()
 
-    config = make_config(None)
-
-    assert config.cache_config.kv_cache_memory_bytes is None
+    assert config.cache_config.kv_cache_memory_bytes == GiB
 
 
 @pytest.mark.parametrize("variable", ["", "0", "0.5", "4"])

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import regex as re
+import torch
 
 from tests.platforms.cpu_kv_cache_child import in_child
 from tests.platforms.cpu_kv_cache_utils import (
@@ -33,7 +34,13 @@ from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
 from vllm.v1.worker import cpu_worker
 
 BLOCK = 7 * MiB // 4
@@ -118,7 +125,6 @@ def test_error_names_the_bytes_that_fit(
     assert setting_in(error) == f"--kv-cache-memory-bytes={FITS}"
     assert f"{FITS} bytes per rank" in error
     assert "gpu_memory_utilization" not in error
-    assert "VLLM_CPU_KVCACHE_SPACE" not in error
 
 
 def test_bytes_that_fit_are_the_least(tmp_path: Path) -> None:
@@ -131,20 +137,17 @@ def test_bytes_that_fit_are_the_least(tmp_path: Path) -> None:
     )
 
 
-def test_variable_that_fits_is_the_least(
+def test_size_that_fits_is_named_for_the_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.0625")
-    error = run_engine(tmp_path).error
-    name, _, value = setting_in(error).partition("=")
-    assert name == "VLLM_CPU_KVCACHE_SPACE"
-    assert f"{FITS} bytes per rank" in error
-    assert "gpu_memory_utilization" not in error
 
-    monkeypatch.setenv(name, value)
-    assert run_engine(tmp_path).answer == 68
-    monkeypatch.setenv(name, repr((float(value) * GiB - 1) / GiB))
-    assert setting_in(run_engine(tmp_path).error) == f"{name}={value}"
+    error = run_engine(tmp_path).error
+
+    assert setting_in(error) == f"--kv-cache-memory-bytes={FITS}"
+    assert "takes precedence over VLLM_CPU_KVCACHE_SPACE" in error
+    assert "gpu_memory_utilization" not in error
+    assert run_engine(tmp_path, **explicit(FITS)).answer == 68
 
 
 @pytest.mark.parametrize("budget", [1, BLOCK, 2 * BLOCK])
@@ -231,58 +234,52 @@ def test_bytes_that_fit_two_pipeline_ranks(
 @pytest.mark.parametrize(
     ("variable", "size", "shown"),
     [
+        pytest.param(None, 128 * MiB, "128.0 MiB (134217728 bytes)", id="explicit"),
         pytest.param(
-            None,
-            128 * MiB,
-            ("(128.0 MiB/", "--kv-cache-memory-bytes=134217728"),
-            id="explicit",
+            "4", 128 * MiB + 1, "128.0 MiB (134217729 bytes)", id="explicit-over-4"
         ),
-        pytest.param(
-            "4",
-            128 * MiB + 1,
-            ("(128.0 MiB/", "--kv-cache-memory-bytes=134217729"),
-            id="explicit-over-variable",
-        ),
-        pytest.param(
-            "0.125",
-            128 * MiB,
-            ("(128.0 MiB/", "--kv-cache-memory-bytes=134217728"),
-            id="explicit-equals-variable",
-        ),
-        pytest.param(
-            "0.125",
-            None,
-            ("(128.0 MiB/", "VLLM_CPU_KVCACHE_SPACE=0.125"),
-            id="variable",
-        ),
-        pytest.param(
-            "1", None, ("(1.0 GiB/", "VLLM_CPU_KVCACHE_SPACE=1.0"), id="one-GiB"
-        ),
+        pytest.param("0.125", None, "128.0 MiB (134217728 bytes)", id="variable"),
+        pytest.param("1", None, "1.0 GiB (1073741824 bytes)", id="one-GiB"),
     ],
 )
-def test_budget_and_its_origin_are_logged(
+def test_budget_is_logged_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     variable: str | None,
     size: int | None,
-    shown: tuple[str, str],
+    shown: str,
 ) -> None:
     if variable:
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
 
     log = run_engine(tmp_path, kv_cache_memory_bytes=size).log
 
-    (line,) = [line for line in log if "Explicitly set" in line]
-    assert shown[0] in line
-    assert line.endswith(f"from {shown[1]}.")
-    assert "per rank" in line
+    (line,) = [line for line in log if line.startswith("KV cache per rank: ")]
+    assert f"KV cache per rank: {shown} of the " in line
+
+
+@pytest.mark.parametrize("explicit_size", [None, 256 * MiB], ids=["fit", "explicit"])
+def test_fit_is_logged_as_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, explicit_size: int | None
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "fit")
+
+    log = run_engine(tmp_path, max_num_seqs=2, kv_cache_memory_bytes=explicit_size).log
+
+    (named,) = [line for line in log if "VLLM_CPU_KVCACHE_SPACE" in line]
+    size = explicit_size or (2 * 67 + 1) * BLOCK
+    if explicit_size:
+        assert named.startswith(f"kv_cache_memory_bytes={size} takes precedence over ")
+    assert "VLLM_CPU_KVCACHE_SPACE=fit" in named
+    (line,) = [line for line in log if line.startswith("KV cache per rank: ")]
+    assert f"({size} bytes)" in line
 
 
 @pytest.mark.parametrize(
-    ("variable", "size", "shown"),
+    ("variable", "size"),
     [
-        pytest.param(None, 128 * MiB, "--kv-cache-memory-bytes=134217728", id="bytes"),
-        pytest.param("0.125", None, "VLLM_CPU_KVCACHE_SPACE=0.125", id="variable"),
+        pytest.param(None, 128 * MiB, id="bytes"),
+        pytest.param("0.125", None, id="variable"),
     ],
 )
 def test_budget_above_what_is_free_is_refused(
@@ -290,7 +287,6 @@ def test_budget_above_what_is_free_is_refused(
     tmp_path: Path,
     variable: str | None,
     size: int | None,
-    shown: str,
 ) -> None:
     if variable:
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
@@ -303,7 +299,7 @@ def test_budget_above_what_is_free_is_refused(
     error = run_engine(tmp_path, kv_cache_memory_bytes=size).error
 
     assert "(125.0 MiB/2.0 GiB)" in error
-    assert f"(128.0 MiB per rank, from {shown})" in error
+    assert "(128.0 MiB per rank)" in error
     assert "--kv-cache-memory-bytes" in error
 
 
@@ -324,49 +320,80 @@ def test_maximum_concurrency_leaves_out_the_null_block(tmp_path: Path) -> None:
     assert free_blocks == 133
     assert concurrency == free_blocks / 67
     (line,) = [line for line in result.log if "Maximum concurrency" in line]
-    assert line.endswith("Maximum concurrency for 2,048 tokens per request: 1.99x")
+    assert line.endswith(
+        "KV cache size: 4,096 tokens, 4,065 of them for requests, "
+        "Maximum concurrency for 2,048 tokens per request: 1.99x"
+    )
     # The size is that of the whole pool.
     assert tokens == 2 * 2048
 
 
-@pytest.mark.parametrize("variable", [None, "1"], ids=["explicit", "variable"])
-def test_origin_is_no_label_and_no_compile_factor(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
-    def build(size: int | None) -> CacheConfig:
-        return VllmConfig(
-            cache_config=CacheConfig(kv_cache_memory_bytes=size),
-            device_config=DeviceConfig("cpu"),
-        ).cache_config
-
-    without = build(None)
-    if variable:
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
-
-    cache_config = build(None if variable else GiB)
-
-    labels = cache_config.metrics_info()
-    assert labels == without.metrics_info() | {"kv_cache_memory_bytes": str(GiB)}
-    assert not [label for label in labels if "env" in label]
-    assert cache_config.compute_hash() == without.compute_hash()
+def capacity_config(**kwargs: Any) -> VllmConfig:
+    """A configuration of 2,048 tokens a request, for the sizing functions alone."""
+    config = VllmConfig(
+        cache_config=CacheConfig(**kwargs), device_config=DeviceConfig("cpu")
+    )
+    config.model_config = SimpleNamespace(  # type: ignore[assignment]
+        max_model_len=2048, original_max_model_len=None
+    )
+    config.cache_config.kv_cache_layout = "LBNHC"
+    return config
 
 
-@pytest.mark.parametrize("size", [1, 128 * MiB + 1, FITS, 40 * GiB + 1])
-def test_shown_variable_gives_the_same_budget(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    device_config = DeviceConfig("cpu")
-    first = VllmConfig(cache_config=CacheConfig(), device_config=device_config)
-    # As it is built again, and copied to the workers.
-    first.__post_init__()
+def one_group() -> list[KVCacheGroupSpec]:
+    """A full attention layer: 16 blocks of 128 tokens a request."""
+    spec = FullAttentionSpec(
+        block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
+    )
+    return [KVCacheGroupSpec(["layer"], spec)]
 
-    name, _, value = first.cache_config.kv_cache_memory_setting(size).partition("=")
-    monkeypatch.setenv(name, value)
-    second = VllmConfig(cache_config=CacheConfig(), device_config=device_config)
 
-    assert name == "VLLM_CPU_KVCACHE_SPACE"
-    assert second.cache_config.kv_cache_memory_bytes == size
+def test_capacity_leaves_out_the_null_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = capacity_config()
+    cache = KVCacheConfig(
+        num_blocks=32, kv_cache_tensors=[], kv_cache_groups=one_group()
+    )
+    lines: list[str] = []
+    monkeypatch.setattr(
+        kv_cache_utils.logger, "info_once", lambda line, *a: lines.append(line % a)
+    )
+
+    kv_cache_utils.update_kv_cache_capacity(config, cache)
+
+    assert config.cache_config.kv_cache_max_concurrency == 31 / 16
+    assert config.cache_config.kv_cache_size_tokens == 32 * 128
+    (line,) = lines
+    assert line.endswith(
+        "4,096 tokens, 3,968 of them for requests, "
+        "Maximum concurrency for 2,048 tokens per request: 1.94x"
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_size_that_fits_is_named_on_cpu_alone(device: str) -> None:
+    """On CUDA mm_ipc_gpu_memory_gb is taken out of it, so it would not be enough."""
+    config = capacity_config(kv_cache_memory_bytes=MiB)
+    config.device_config.device_type = device  # type: ignore[assignment]
+
+    budget = kv_cache_utils._get_fitting_budget(config, [one_group()])
+
+    needed = 17 * 128 * 64 * 2 * 2
+    assert (budget is None) == (device == "cuda")
+    if budget:
+        assert f"`--kv-cache-memory-bytes={needed}`" in budget
+
+
+def test_failed_automatic_length_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = capacity_config(kv_cache_memory_bytes=1)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no size")
+
+    monkeypatch.setattr(kv_cache_utils, "_get_fitting_budget", fail)
+    with pytest.raises(RuntimeError, match="no size"):
+        kv_cache_utils._auto_fit_max_model_len(config, [one_group()], [1])
+
+    assert config.model_config.max_model_len == 2048
 
 
 @pytest.mark.parametrize(

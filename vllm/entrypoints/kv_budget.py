@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import torch
-
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_budget import (
@@ -64,8 +63,8 @@ def make_plan(vllm_config: VllmConfig) -> Plan:
     specs = [worker.kv_cache_spec for worker in workers]
     if any(specs) and not all(specs):
         raise ValueError(
-            f"pipeline stage {specs.index({})} has no layer with a KV cache, and the "
-            "engine cannot divide a cache so: fewer stages, or another partition"
+            f"pipeline stage {specs.index({})} has no layer with a KV cache, "
+            "which the engine rejects: use fewer stages or another partition"
         )
     resolve_kv_cache_layout(
         vllm_config,
@@ -88,8 +87,8 @@ def make_plan(vllm_config: VllmConfig) -> Plan:
 def host_features() -> dict[str, bool]:
     """Return what of the host a plan may depend on."""
     return {
-        "amx": torch.cpu._is_amx_tile_supported(),
-        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "amx": CpuPlatform.supports_x86_isa("amx_tile"),
+        "avx512_bf16": CpuPlatform.supports_x86_isa("avx512_bf16"),
     }
 
 
@@ -121,7 +120,10 @@ def source(plan: Plan, given: Allocation) -> str:
     override = plan.config.cache_config.num_gpu_blocks_override
     if override is not None:
         return f"--num-gpu-blocks-override={override}"
-    return plan.config.cache_config.kv_cache_memory_setting(given.num_bytes)
+    space = envs.get_cpu_kvcache_space()
+    if int(space * GiB) == given.num_bytes:
+        return f"VLLM_CPU_KVCACHE_SPACE={space}"
+    return f"--kv-cache-memory-bytes={given.num_bytes}"
 
 
 def settings(plan: Plan) -> dict[str, Any]:

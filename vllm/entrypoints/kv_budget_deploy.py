@@ -214,7 +214,7 @@ def read_stages(path: Path, model: str) -> list[Stage]:
         deploy = _apply_platform_overrides(load_deploy_config(path), platform="cpu")
     except Exception as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ValueError(f"{path}: vllm-omni does not read it: {reason}") from error
+        raise ValueError(f"{path}: vllm-omni cannot read it: {reason}") from error
     key = deploy.pipeline
     if key is None:
         key = transformers.PretrainedConfig.get_config_dict(model)[0].get("model_type")
@@ -295,8 +295,8 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
     if kept is not None:
         if not isinstance(kept, int) or kept <= 0:
             raise ValueError(
-                f"stage {stage.stage_id}: kv_cache_memory_bytes={kept!r} is no number "
-                "of bytes such as 2147483648"
+                f"stage {stage.stage_id}: kv_cache_memory_bytes={kept!r} : expected a "
+                "number of bytes such as 2147483648"
             )
         reason = f"{MEASURE}: {short(kept)} per rank as it was, {stage.why_measure}"
         return StagePlan(stage, kept, reason, None)
@@ -332,8 +332,8 @@ def cores_in_file(stage: Stage) -> int | None:
         return sum(len(parse_id_list(rank)) for rank in bind.split("|"))
     except ValueError:
         raise ValueError(
-            f"stage {stage.stage_id}: {BIND}={bind!r} is no list of CPUs such as "
-            "0-3,8 for each rank, with | between ranks"
+            f"stage {stage.stage_id}: {BIND}={bind!r}: expected a list of CPUs "
+            "such as 0-3,8 for each rank, with | between ranks"
         ) from None
 
 
@@ -657,8 +657,7 @@ def load_document(path: Path) -> tuple[Any, Any]:
         from ruamel.yaml.error import YAMLError
     except ImportError:
         raise ImportError(
-            "--deploy needs ruamel.yaml, which keeps comments: "
-            "pip install 'vllm[kv-budget]'"
+            "--deploy needs ruamel.yaml: pip install 'vllm[kv-budget]'"
         ) from None
     yaml = YAML()
     yaml.preserve_quotes = True
@@ -669,9 +668,9 @@ def load_document(path: Path) -> tuple[Any, Any]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except YAMLError as error:
-        raise ValueError(f"{path}: no YAML: {one_line(error)}") from error
+        raise ValueError(f"{path}: invalid YAML: {one_line(error)}") from error
     if not isinstance(document, dict):
-        raise ValueError(f"{path}: no deploy file: it holds no mapping")
+        raise ValueError(f"{path}: not a deploy file: expected a YAML mapping")
     return yaml, document
 
 
@@ -695,9 +694,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--deploy needs the model that the file is for: MODEL")
     given = {text.partition("=")[0] for text in sys.argv if text.startswith("-")}
     if others := sorted(given - OPTIONS - {str(args.front_end_cores)}):
-        raise ValueError(f"{others[0]}: with --deploy, engine arguments are the file's")
+        raise ValueError(
+            f"{others[0]}: with --deploy, engine arguments come from the file"
+        )
     if args.front_end_cores < 0:
-        raise ValueError(f"--front-end-cores {args.front_end_cores}: 0 or more")
+        raise ValueError(
+            f"--front-end-cores {args.front_end_cores}: expected 0 or more"
+        )
     if target is not None and target.exists() and not args.force:
         raise ValueError(f"{target} exists; --force overwrites it")
     transformers.logging.set_verbosity_error()

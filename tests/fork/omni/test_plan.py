@@ -157,8 +157,8 @@ def test_bad_options_are_one_line(
     assert [result.stderr or f"{result.status}\n" for result in results] == [
         f"vllm kv-budget: error: {message}\n"
         for message in (
-            "--max-num-seqs: with --deploy, engine arguments are the file's",
-            "--front-end-cores -1: 0 or more",
+            "--max-num-seqs: with --deploy, engine arguments come from the file",
+            "--front-end-cores -1: expected 0 or more",
             "--deploy needs the model that the file is for: MODEL",
             "--output, --force and --measure need --deploy",
         )
@@ -167,15 +167,15 @@ def test_bad_options_are_one_line(
 
 
 BAD_FILES = {
-    "list": ("[]", "{file}: no deploy file: it holds no mapping"),
-    "yaml": ("a: [", "{file}: no YAML: "),
+    "list": ("[]", "{file}: not a deploy file: expected a YAML mapping"),
+    "yaml": ("a: [", "{file}: invalid YAML: "),
     "base": (
         "base_config: nowhere.yaml",
-        "{file}: vllm-omni does not read it: FileNotFoundError: ",
+        "{file}: vllm-omni cannot read it: FileNotFoundError: ",
     ),
     "no-stage-id": (
         "stages: [{max_num_seqs: 2}]",
-        "{file}: vllm-omni does not read it: KeyError: 'stage_id'",
+        "{file}: vllm-omni cannot read it: KeyError: 'stage_id'",
     ),
     "pipeline": ("pipeline: nothing", "pipeline 'nothing' of vllm-omni: "),
     "refused": ("stages: [{stage_id: 0, max_num_seqs: 0}]", "stage 0: "),
@@ -185,11 +185,11 @@ BAD_FILES = {
     ),
     "binding": (
         "stages: [{stage_id: 0, env: {VLLM_CPU_OMP_THREADS_BIND: x}}]",
-        "stage 0: VLLM_CPU_OMP_THREADS_BIND='x' is no list of CPUs",
+        "stage 0: VLLM_CPU_OMP_THREADS_BIND='x': expected a list of CPUs",
     ),
     "budget": (
         "stages: [{stage_id: 1, kv_cache_memory_bytes: 2GiB}]",
-        "stage 1: kv_cache_memory_bytes='2GiB' is no number of bytes",
+        "stage 1: kv_cache_memory_bytes='2GiB': expected a number of bytes",
     ),
     "no-file": (None, "{file}: No such file or directory"),
 }

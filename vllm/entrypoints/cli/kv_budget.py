@@ -57,7 +57,7 @@ class KVBudgetSubcommand(CLISubcommand):
         deploy = parser.add_argument_group(
             "a vllm-omni deploy file",
             "Plans the stages of a file for this machine, and prints it with the "
-            "`platforms: cpu:` section that fits. The engine arguments are the file's.",
+            "`platforms: cpu:` section that fits. Engine arguments come from the file.",
         )
         deploy.add_argument("--deploy", metavar="FILE", help="The file to read.")
         deploy.add_argument(
@@ -71,7 +71,7 @@ class KVBudgetSubcommand(CLISubcommand):
             type=int,
             default=1,
             metavar="N",
-            help="How many cores no stage gets (default: 1).",
+            help="How many cores to keep free of stages (default: 1).",
         )
         deploy.add_argument(
             "--measure",

@@ -11,12 +11,12 @@ block pool keeps for itself, and what a request takes and the engine does not co
 """
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -371,11 +371,16 @@ def fit_kv_cache(
             what would fit.
 
     """
-    if (
-        not current_platform.is_cpu()
-        or envs.VLLM_CPU_KVCACHE_SPACE != "fit"
-        or vllm_config.cache_config.kv_cache_memory_bytes is not None
-    ):
+    is_fit = os.getenv("VLLM_CPU_KVCACHE_SPACE", "").strip() == "fit"
+    if not is_fit or not current_platform.is_cpu():
+        return
+    explicit = vllm_config.cache_config.kv_cache_memory_bytes
+    if explicit is not None:
+        logger.info(
+            "kv_cache_memory_bytes=%d takes precedence over "
+            "VLLM_CPU_KVCACHE_SPACE=fit.",
+            explicit,
+        )
         return
     budget = plan_kv_budget(vllm_config, kv_cache_specs)
     if budget is None:
@@ -383,8 +388,8 @@ def fit_kv_cache(
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is not None:
         logger.warning(
-            "num_gpu_blocks_override=%d decides, not VLLM_CPU_KVCACHE_SPACE=fit, which "
-            "would take %d blocks.",
+            "num_gpu_blocks_override=%d takes precedence over "
+            "VLLM_CPU_KVCACHE_SPACE=fit, which would use %d blocks.",
             override,
             budget.num_blocks,
         )

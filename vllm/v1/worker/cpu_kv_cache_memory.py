@@ -7,12 +7,33 @@ import mmap
 
 import torch
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.utils.numa_utils import get_libnuma
 
 logger = init_logger(__name__)
 
 MAX_NODES = 1024  # the most that Linux can be built for
+
+
+def kv_cache_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return the memory of a KV cache, as VLLM_CPU_KVCACHE_COMMIT asks for on CPU.
+
+    Args:
+        num_bytes: The exact size of the storage, more than 0.
+        device: Where the KV cache is.
+
+    Returns:
+        A tensor of int8, all zeros.
+
+    """
+    if device.type != "cpu" or envs.VLLM_CPU_KVCACHE_COMMIT != "on-use":
+        return torch.zeros(num_bytes, dtype=torch.int8, device=device)
+    logger.info(
+        "The KV cache is reserved now and committed on use "
+        "(VLLM_CPU_KVCACHE_COMMIT=on-use)."
+    )
+    return zeros_committed_on_use(num_bytes)
 
 
 def zeros_committed_on_use(num_bytes: int) -> torch.Tensor:
@@ -50,4 +71,4 @@ def _bind_as_this_thread(address: int, num_bytes: int) -> None:
     ) or libnuma.mbind(
         ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), mode, nodes, size, 0
     ):
-        logger.warning("The KV cache cannot be bound to the memory node of its worker.")
+        logger.warning("Could not bind the KV cache to the memory node of its worker.")

@@ -73,9 +73,9 @@ class NoWeightsLoader(BaseModelLoader):
             if "meta" not in str(error):
                 raise
             raise ValueError(
-                f"{model_config.architecture} computes with numbers while it is built, "
-                "so it cannot be planned without weights; start the engine with "
-                f"VLLM_CPU_KVCACHE_SPACE=fit, whose log says the budget ({error})"
+                f"{model_config.architecture} needs real weights while it is built, "
+                "so it cannot be planned; start the engine with "
+                f"VLLM_CPU_KVCACHE_SPACE=fit and read the budget in its log ({error})"
             ) from error
 
 
@@ -128,7 +128,7 @@ def acting_as_rank(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
     """
     parallel_config = vllm_config.parallel_config
     if torch.distributed.is_initialized():
-        raise RuntimeError("the process is a rank of an engine already")
+        raise RuntimeError("this process is already a rank of an engine")
     torch.distributed.init_process_group(
         "fake",
         store=FakeStore(),
