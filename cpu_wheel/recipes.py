@@ -40,7 +40,7 @@ def onednn(tree: Path) -> str:
         BuildError: It names none in the way that is known here.
     """
     path = tree / "cmake" / "cpu_extension.cmake"
-    match = re.search(r"ONEDNN_REPOSITORY}\n +GIT_TAG +v([\d.]+)\n", path.read_text())
+    match = re.search(r"oneDNN\.git\n +GIT_TAG +v([\d.]+)\n", path.read_text())
     if match is None:
         raise BuildError(f"{path} names no oneDNN in the form `GIT_TAG vX`")
     return match[1]

@@ -16,7 +16,7 @@ def send(function: Callable[..., Any], arguments: Any, out: Connection) -> None:
     os._exit(0)  # the engine's threads do not end by themselves
 
 
-def in_child(function: Callable[..., Any], **arguments: Any) -> Any:
+def in_child(function: Callable[..., Any], /, **arguments: Any) -> Any:
     """Return what a function returns in a forked child.
 
     Raises:
