@@ -308,7 +308,7 @@ def test_tree_that_is_too_different_is_refused(upstream: Path, tmp_path: Path) -
     (upstream / "vllm/envs.py").write_text("# another one\n")
     queue.git(upstream, "commit", "--quiet", "--all", "-m", "Change")
 
-    with pytest.raises(BuildError, match=r"0002-.* does not apply"):
+    with pytest.raises(BuildError, match=r"0001-.* does not apply"):
         pr.make_branch(PINNED, tmp_path, str(upstream), tmp_path / "made")
 
 

@@ -30,7 +30,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "git").write_text(
-        f"#!/bin/sh\necho \"$1\" >> '{tmp_path}/git'\nexit 128\n"
+        f"#!/bin/sh\necho \"$1\" >> '{tmp_path}/git'\n"
+        '[ "$1" = --version ] && echo git version 2.39.5 && exit\nexit 128\n'
     )
     (programs / "cargo").write_text(f"#!/bin/sh\ntouch '{tmp_path}/cargo was run'\n")
     for program in programs.iterdir():
@@ -97,24 +98,26 @@ def test_onednn_out_of_reach(
     compiler: Path, build: Callable[..., str], tmp_path: Path
 ) -> None:
     """The configuration says what to set before it downloads, and probes nothing."""
-    assert "onednn" in build().lower()
+    assert "onednn" in build().replace(str(tmp_path), "").lower()
     (log,) = tmp_path.rglob("*.log")
     said = "set FETCHCONTENT_SOURCE_DIR_ONEDNN to a oneDNN source tree"
     assert said in " ".join(log.read_text().split())
     assert "ls-remote" not in (tmp_path / "git").read_text()
 
 
+@pytest.mark.slow_test
 def test_what_was_wrong_is_not_remembered(
     compiler: Path,
     host: Path,
     build: Callable[..., str],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The folder stays for the next run, but not CMake's choices of the last one."""
     old = say_version(host / "an-old-g++", 12, 2, monkeypatch)
     assert f"({old})" in build()
     monkeypatch.setenv("CXX", str(compiler))
-    assert "onednn" in build().lower()
+    assert "onednn" in build().replace(str(tmp_path), "").lower()
     monkeypatch.chdir(host.parent)
     monkeypatch.setenv("FETCHCONTENT_SOURCE_DIR_ONEDNN", "bin")
     line = build()
