@@ -104,9 +104,10 @@ def test_memory_after_startup(tmp_path: Path) -> None:
     assert startup["rss_anon"][0] > own + 0.99 * GiB
     assert startup["rss_anon"][0] > GiB
     assert on_use["rss_anon"][0] < own + GiB // 4
-    (line,) = (line for line in on_use["lines"] if "for KV cache per rank" in line)
-    assert "1.0 GiB" in line
-    assert "committed on use (VLLM_CPU_KVCACHE_COMMIT=on-use)" in line
+    (line,) = (line for line in on_use["lines"] if "KV cache per rank: " in line)
+    assert "1.0 GiB (1073741824 bytes)" in line
+    (line,) = (line for line in on_use["lines"] if "committed on use" in line)
+    assert "(VLLM_CPU_KVCACHE_COMMIT=on-use)" in line
     assert not any("committed on use" in line for line in startup["lines"])
 
 
