@@ -295,7 +295,7 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
     if kept is not None:
         if not isinstance(kept, int) or kept <= 0:
             raise ValueError(
-                f"stage {stage.stage_id}: kv_cache_memory_bytes={kept!r} : expected a "
+                f"stage {stage.stage_id}: kv_cache_memory_bytes={kept!r}: expected a "
                 "number of bytes such as 2147483648"
             )
         reason = f"{MEASURE}: {short(kept)} per rank as it was, {stage.why_measure}"
