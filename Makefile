@@ -75,7 +75,7 @@ lint: $(VENV)/ready ## ruff and mypy on our own code
 PYTEST := VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: install stock lint ## the tests of every change, at most 10 minutes
+test: install stock lint ## the tests of every change
 	$(PYTEST) -m 'not slow_test and not packaging_test and not omni_test'
 
 test-all: install stock lint test-packaging ## all tests but those with vllm-omni
