@@ -290,35 +290,6 @@ def test_budget_and_its_origin_are_logged(
     assert "per rank" in line
 
 
-@pytest.mark.parametrize(
-    ("variable", "size", "shown"),
-    [
-        pytest.param(None, 128 * MiB, "--kv-cache-memory-bytes=134217728", id="bytes"),
-        pytest.param("0.125", None, "VLLM_CPU_KVCACHE_SPACE=0.125", id="variable"),
-    ],
-)
-def test_budget_above_what_is_free_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    variable: str | None,
-    size: int | None,
-    shown: str,
-) -> None:
-    if variable:
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
-    monkeypatch.setattr(
-        cpu_worker,
-        "get_memory_node_info",
-        lambda node: SimpleNamespace(total_memory=2 * GiB, available_memory=125 * MiB),
-    )
-
-    error = run_engine(tmp_path, kv_cache_memory_bytes=size).error
-
-    assert "(125.0 MiB/2.0 GiB)" in error
-    assert f"(128.0 MiB per rank, from {shown})" in error
-    assert "--kv-cache-memory-bytes" in error
-
-
 def test_maximum_concurrency_leaves_out_the_null_block(tmp_path: Path) -> None:
     def ask(engine: LLM) -> tuple[float, int, int]:
         config = engine.llm_engine.vllm_config.cache_config
