@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all table install wheel source series packager-series packaging package-check verify worktree refresh stock test test-all test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all table install wheel source series packager-series packaging package-check verify worktree refresh stock test test-all test-groups test-omni lint bench-build bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -77,6 +77,9 @@ test: install stock lint ## all tests but those that take minutes
 
 test-all: install stock lint ## all tests but those with vllm-omni
 	$(PY) -m pytest -m 'not omni_test'
+
+test-groups: install ## tests in real control groups: as root, with the memory controller (version 1)
+	$(PY) -m pytest -m cgroup_test
 
 # A folder of its own: in an environment vllm-omni's plugin would change every engine.
 build/omni/ready: tests/fork/omni/requirements.txt $(VENV)/tools

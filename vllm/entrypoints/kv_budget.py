@@ -257,10 +257,9 @@ def as_text(plan: Plan) -> str:
     ]
     if plan.given is not None:
         lines += ["", *describe_given(plan, budget, plan.given)]
-    lines += ["", *memory]
     lines += ["", "To have no preemption, one of"]
     lines += [f"  {line}" for line in paste_lines(budget.num_bytes).values()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *memory])
 
 
 def one_line(error: BaseException) -> str:
