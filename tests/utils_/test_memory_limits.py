@@ -4,7 +4,7 @@
 
 Each layout is a folder with the files that a process sees there: /proc/self/cgroup
 and mountinfo, /proc/meminfo, and the groups under /sys/fs/cgroup. Groups of version 1
-are tested as they are in tests/platforms/test_cpu_control_groups.py.
+are tested as they are in tests/v1/core/test_memory_control_groups.py.
 """
 
 import resource

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import regex as re
 
-from tests.platforms.control_groups import (
+from tests.v1.core.control_groups import (
     GiB,
     MiB,
     control_group,

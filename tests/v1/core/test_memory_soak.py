@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.control_groups import (
+from tests.v1.core.control_groups import (
     GiB,
     MiB,
     control_group,

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The KV cache that is about to be allocated is checked, of all ranks together.
 
-test_cpu_control_groups.py has the same in control groups, which need root.
+test_memory_control_groups.py has the same in control groups, which need root.
 """
 
 import json
