@@ -175,6 +175,24 @@ def test_limit_that_changes_while_the_process_runs() -> None:
         assert all(total - GiB < available < total for total, available in seen)
 
 
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_ranks_of_an_engine_are_added_up(talker: str, parallel: str) -> None:
+    """Each of two ranks passes alone with 1.5 GiB, in a group of 4 GiB."""
+    with control_group(limit=4 * GiB) as group:
+        refused = engine_in(
+            group,
+            talker,
+            env={"OMP_NUM_THREADS": "1"},
+            kv_cache_memory_bytes=3 * GiB // 2,
+            distributed_executor_backend="mp",
+            **{f"{parallel}_parallel_size": 2},
+        )
+
+        # Half the heads or half the layers: 7 MiB a block
+        assert "(2.99 GiB for 2 rank(s), 219 blocks per rank" in refused.error
+        assert group.kills() == 0
+
+
 @pytest.mark.parametrize("fits", [False, True], ids=["above", "below"])
 def test_data_parallel_engines_are_added_up(
     talker: str, monkeypatch: pytest.MonkeyPatch, fits: bool
