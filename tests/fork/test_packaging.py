@@ -52,6 +52,7 @@ def test_dpkg_source_before_build(
     assert content(tree, "debian/", ".pc/") == ours
 
 
+@pytest.mark.packaging_test
 def test_debian_rules_set_what_the_build_reads(tmp_path: Path) -> None:
     shutil.copytree(DEBIAN, tmp_path / "debian")
     (tmp_path / "show.mk").write_text("include debian/rules\nshow: ; @env\n")
@@ -68,6 +69,7 @@ def test_debian_rules_set_what_the_build_reads(tmp_path: Path) -> None:
     assert build["MAX_JOBS"] == "3"
 
 
+@pytest.mark.packaging_test
 def test_debian_rules_ask_for_onednn(tmp_path: Path) -> None:
     shutil.copytree(DEBIAN, tmp_path / "debian")
     target = "execute_before_dh_auto_configure"
