@@ -45,6 +45,7 @@ TESTS = {
     "tests/platforms/test_cpu_kv_cache_messages.py": "Leave-the-null-block",
     "tests/platforms/test_cpu_kv_cache_server.py": "Leave-the-null-block",
     "tests/platforms/test_cpu_kv_cache_entry_points.py": "Leave-the-null-block",
+    "tests/utils_/test_memory_limits.py": "Read-the-memory",
 }
 TRAILER = re.compile(r"[A-Z][A-Za-z-]+: .+")
 
@@ -82,7 +83,11 @@ def write_patches(release: Release, folder: Path) -> list[Path]:
     Raises:
         BuildError: A test of the CPU platform belongs to no patch.
     """
-    tests = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/platforms/*.py")}
+    tests = {
+        str(path.relative_to(ROOT))
+        for folder in ("platforms", "utils_")
+        for path in ROOT.glob(f"tests/{folder}/*.py")
+    }
     if tests != set(TESTS):
         raise BuildError(f"{Path(__file__).name}: TESTS is not {sorted(tests)}")
     written = []
