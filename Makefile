@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all packaging-tools table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-packaging test-groups test-omni lint bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all packaging-tools table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-packaging test-groups soak test-omni lint bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -84,10 +84,14 @@ test-all: install stock lint test-packaging ## all tests but those with vllm-omn
 test-packaging: packaging-tools install stock ## tests with a distribution's tools
 	$(PYTEST) -m packaging_test tests/fork
 
-# One engine at a time: what two of them take is what some of these tests are about.
+# One engine at a time: what several take together is what these tests are about.
 test-groups: install ## tests in real control groups, as root
 	@$(PY) -m tests.v1.core.control_groups
-	$(PY) -m pytest -m cgroup_test tests/v1/core
+	$(PY) -m pytest -m 'cgroup_test and not slow_test' tests/v1/core
+
+soak: install stock ## those that take minutes: random sizes, and what fails on stock
+	@$(PY) -m tests.v1.core.control_groups
+	$(PY) -m pytest -m 'cgroup_test and slow_test' tests/v1/core tests/fork/test_stock.py
 
 # A folder of its own: in an environment vllm-omni's plugin would change every engine.
 build/omni/ready: tests/fork/omni/requirements.txt $(VENV)/tools

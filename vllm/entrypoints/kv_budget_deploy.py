@@ -479,9 +479,9 @@ def too_little_memory(
     if any(weights.values()):
         what, on_top = "the KV caches and known weights", "activations"
     return (
-        f"{place}: {what} take {format_bytes(total + missing)}, available are "
-        f"{format_bytes(total)}: {format_bytes(missing)} too much, and {on_top} come "
-        f"on top; what helps most: {knob}"
+        f"{place}: {what} take {format_bytes(total + missing)}, "
+        f"{format_bytes(total)} is available: {format_bytes(missing)} too much, and "
+        f"{on_top} come on top; what helps most: {knob}"
     )
 
 

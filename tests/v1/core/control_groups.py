@@ -194,4 +194,5 @@ def fill_page_cache(group: Group, file: Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(why_not())
+    if reason := why_not():
+        sys.exit(f"control groups: {reason}")

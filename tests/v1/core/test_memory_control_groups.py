@@ -92,7 +92,7 @@ def test_page_cache_is_given_back(talker: str, tmp_path: Path) -> None:
     checkpoint.unlink()
 
 
-def test_number_of_blocks_decides_not_the_budget(talker: str) -> None:
+def test_too_many_blocks_are_refused_whatever_the_budget(talker: str) -> None:
     with control_group(limit=3 * GiB) as group:
         refused = engine_in(
             group,
@@ -101,6 +101,14 @@ def test_number_of_blocks_decides_not_the_budget(talker: str) -> None:
             kv_cache_memory_bytes=512 * MiB,
             num_gpu_blocks_override=300,
         )
+
+        assert "from --num-gpu-blocks-override=300" in refused.error
+        assert re.search(r"--num-gpu-blocks-override=\d+ would fit", refused.error)
+        assert group.kills() == 0
+
+
+def test_few_blocks_start_whatever_the_budget(talker: str) -> None:
+    with control_group(limit=3 * GiB) as group:
         started = engine_in(
             group,
             talker,
@@ -111,9 +119,7 @@ def test_number_of_blocks_decides_not_the_budget(talker: str) -> None:
             generate=True,
         )
 
-        assert "from --num-gpu-blocks-override=300" in refused.error
-        assert re.search(r"--num-gpu-blocks-override=\d+ would fit", refused.error)
-        assert started.num_blocks == 40
+        assert started.num_blocks == 40, started.error
         assert group.kills() == 0
 
 
@@ -194,10 +200,8 @@ def test_ranks_of_an_engine_are_added_up(talker: str, parallel: str) -> None:
 
 
 @pytest.mark.parametrize("fits", [False, True], ids=["above", "below"])
-def test_data_parallel_engines_are_added_up(
-    talker: str, monkeypatch: pytest.MonkeyPatch, fits: bool
-) -> None:
-    """Two budgets of 1 GiB, of which each alone would fit in 2.5 GiB."""
+def test_data_parallel_engines_are_added_up(talker: str, fits: bool) -> None:
+    """Two budgets of 910 MiB, each of which would fit alone."""
     script = """
         import asyncio, os, sys
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -208,6 +212,7 @@ def test_data_parallel_engines_are_added_up(
                 model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True,
                 enforce_eager=True, dtype="bfloat16", block_size=128,
                 max_model_len=2048, max_num_seqs=4, data_parallel_size=2,
+                kv_cache_memory_bytes=65 * 14 * 2**20,
             ))
             print("BLOCKS", engine.vllm_config.cache_config.num_gpu_blocks, flush=True)
             engine.shutdown()
@@ -216,7 +221,6 @@ def test_data_parallel_engines_are_added_up(
             asyncio.run(main())
     """
     variables = {
-        "VLLM_CPU_KVCACHE_SPACE": "fit",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
@@ -232,7 +236,6 @@ def test_data_parallel_engines_are_added_up(
 
         output = result.stdout + result.stderr
         if fits:
-            # 4 x 16 blocks and the null block, in each of two
             assert "BLOCKS 130" in output, output[-3000:]
         else:
             assert "for 2 rank(s), 65 blocks per rank" in output, output[-3000:]
