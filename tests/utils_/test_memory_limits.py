@@ -239,6 +239,14 @@ def mount_above_the_namespace(host: Host) -> dict[str, int]:
     return {f"{V2}/memory.max": 2 * GiB}
 
 
+def mount_from_outside_the_namespace(host: Host) -> dict[str, int]:
+    """The process's path begins at its namespace, and the mount's does not."""
+    host.process("4:memory:/")
+    host.mount("cgroup", "/docker/0123", V1, "rw,memory")
+    host.v1(V1, 2 * GiB)
+    return {f"{V1}/memory.limit_in_bytes": 2 * GiB}
+
+
 def removed_group(host: Host) -> dict[str, int]:
     """The process outlived its group, the one above still counts."""
     host.process("0::/a.slice/gone.scope (deleted)")
@@ -290,6 +298,7 @@ LAYOUTS = [
     mounted_over,
     moved_out_of_the_namespace,
     mount_above_the_namespace,
+    mount_from_outside_the_namespace,
     removed_group,
     odd_names,
     unlimited,
