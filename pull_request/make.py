@@ -46,6 +46,8 @@ TESTS = {
     "tests/platforms/test_cpu_kv_cache_server.py": "Leave-the-null-block",
     "tests/platforms/test_cpu_kv_cache_entry_points.py": "Leave-the-null-block",
 }
+# What the patches of another pull request change, each at least one of the two.
+MEMORY = ("vllm/utils/cpu_resource_utils.py", "vllm/v1/core/memory_check.py")
 TRAILER = re.compile(r"[A-Z][A-Za-z-]+: .+")
 
 
@@ -66,13 +68,15 @@ def split(patch: bytes) -> tuple[str, dict[str, str], str]:
 
 def left_out(patch: bytes) -> str:
     """Return why a patch is not part of the pull request, or nothing if it is."""
-    head, trailers, _ = split(patch)
+    head, trailers, diff = split(patch)
     if release := trailers.get("Applied-Upstream"):
         return f"upstream has it since {release}"
     if trailers["Forwarded"] == "not-needed":
         return "only this fork needs it"
     if "] [Build]" in head:
         return "the build is a pull request of its own"
+    if any(f"+++ b/{path}\n" in diff for path in MEMORY):
+        return "the memory that is available is a pull request of its own"
     return ""
 
 

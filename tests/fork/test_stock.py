@@ -27,6 +27,7 @@ WITH_ENGINES = (
         )
     ),
 )
+IN_CONTROL_GROUPS = ("tests/v1/core/test_memory_control_groups.py",)
 FAILS_ON_STOCK = Path(__file__).with_name("fails_on_stock.txt")
 
 
@@ -56,6 +57,11 @@ def test_stock_is_what_was_published(stock: dict[str, str]) -> None:
     [
         pytest.param(WITHOUT_AN_ENGINE, id="configuration"),
         pytest.param(WITH_ENGINES, id="engines", marks=pytest.mark.slow_test),
+        pytest.param(
+            IN_CONTROL_GROUPS,
+            id="control-groups",
+            marks=[pytest.mark.slow_test, pytest.mark.cgroup_test],
+        ),
     ],
 )
 def test_which_regression_tests_fail_on_stock(

@@ -275,34 +275,6 @@ def test_fit_is_logged_as_fit(
     assert f"({size} bytes)" in line
 
 
-@pytest.mark.parametrize(
-    ("variable", "size"),
-    [
-        pytest.param(None, 128 * MiB, id="bytes"),
-        pytest.param("0.125", None, id="variable"),
-    ],
-)
-def test_budget_above_what_is_free_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    variable: str | None,
-    size: int | None,
-) -> None:
-    if variable:
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
-    monkeypatch.setattr(
-        cpu_worker,
-        "get_memory_node_info",
-        lambda node: SimpleNamespace(total_memory=2 * GiB, available_memory=125 * MiB),
-    )
-
-    error = run_engine(tmp_path, kv_cache_memory_bytes=size).error
-
-    assert "(125.0 MiB/2.0 GiB)" in error
-    assert "(128.0 MiB per rank)" in error
-    assert "--kv-cache-memory-bytes" in error
-
-
 def test_maximum_concurrency_leaves_out_the_null_block(tmp_path: Path) -> None:
     def ask(engine: LLM) -> tuple[float, int, int]:
         config = engine.llm_engine.vllm_config.cache_config

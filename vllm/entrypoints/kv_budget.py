@@ -19,6 +19,13 @@ from typing import Any, NamedTuple
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.kv_budget_memory import (
+    Need,
+    count_need,
+    describe_memory,
+    memory_as_json,
+    read_memory,
+)
 from vllm.platforms.cpu import CpuPlatform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -48,6 +55,8 @@ class Plan(NamedTuple):
     """None if no layer has a KV cache."""
     given: Allocation | None
     """None if no budget is given."""
+    weight_bytes: tuple[int, ...]
+    """The weights of a rank of each pipeline stage."""
 
 
 def make_plan(vllm_config: VllmConfig) -> Plan:
@@ -81,7 +90,16 @@ def make_plan(vllm_config: VllmConfig) -> Plan:
     given = None
     if budget is not None and num_bytes is not None:
         given = plan_allocation(vllm_config, specs, budget, num_bytes)
-    return Plan(vllm_config, workers[0].block_size, budget, given)
+    weight_bytes = tuple(worker.weight_bytes for worker in workers)
+    return Plan(vllm_config, workers[0].block_size, budget, given, weight_bytes)
+
+
+def need(plan: Plan) -> Need | None:
+    """Return what all ranks on this machine take with the budget, given or planned."""
+    num_bytes = plan.budget.num_bytes if plan.budget is not None else 0
+    if plan.given is not None:
+        num_bytes = plan.given.num_bytes
+    return count_need(plan.config, plan.weight_bytes, num_bytes)
 
 
 def host_features() -> dict[str, bool]:
@@ -161,6 +179,7 @@ def as_json(plan: Plan) -> str:
                 "source": source(plan, plan.given),
                 "bytes_above_budget": plan.given.num_bytes - budget.num_bytes,
             }
+    report["memory"] = memory_as_json(read_memory(), need(plan))
     return json.dumps(report, indent=2)
 
 
@@ -226,8 +245,9 @@ def as_text(plan: Plan) -> str:
     depends = host_dependence(budget) if budget is not None else {}
     effect = "; ".join(f"{names[key]} decides {what}" for key, what in depends.items())
     lines.append(f"{'host':24}{has}" + (f" ({effect})" if effect else ""))
+    memory = list(describe_memory(read_memory(), need(plan)))
     if budget is None:
-        return "\n".join([*lines, "", "This model needs no KV cache."])
+        return "\n".join([*lines, "", "This model needs no KV cache.", "", *memory])
     lines += ["", *describe_ranks(plan, budget)]
     start = f"{budget.start_blocks} blocks, the null block among them"
     needed = f"{format_bytes(budget.num_bytes)}: {describe_blocks(budget)}"
@@ -241,7 +261,7 @@ def as_text(plan: Plan) -> str:
         lines += ["", *describe_given(plan, budget, plan.given)]
     lines += ["", "To have no preemption, one of"]
     lines += [f"  {line}" for line in paste_lines(budget.num_bytes).values()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *memory])
 
 
 def one_line(error: BaseException) -> str:

@@ -30,11 +30,11 @@ from vllm.entrypoints.kv_budget import (
     one_line,
     quiet,
 )
+from vllm.entrypoints.kv_budget_memory import checkpoint_bytes, shared_limits
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.cpu_resource_utils import (
     LogicalCPUInfo,
     get_allowed_cpu_list,
-    get_cgroup_memory_limit,
     get_memory_node_info,
     get_visible_memory_node,
     parse_id_list,
@@ -72,7 +72,10 @@ class Machine(NamedTuple):
     memory: dict[int, int]
     """By memory node, its bytes."""
     limit: int | None = None
-    """The bytes that a control group allows in all."""
+    """The bytes that are available in all, to the stages of all nodes."""
+    limited_by: str = "control group"
+    available: dict[int, int] | None = None
+    """By memory node, the bytes that are available now; None if all are."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +139,17 @@ def read_machine() -> Machine:
     """Return the cores and memory that this process may use, as vLLM reads them."""
     nodes = get_visible_memory_node()
     cpus = [cpu for cpu in get_allowed_cpu_list() if cpu.numa_node in nodes]
+    infos = {
+        node: get_memory_node_info(node)
+        for node in sorted({cpu.numa_node for cpu in cpus})
+    }
+    least = min(shared_limits(), key=lambda limit: limit.available)
     return Machine(
         cores=one_cpu_per_core(cpus),
-        memory={
-            node: get_memory_node_info(node).total_memory
-            for node in sorted({cpu.numa_node for cpu in cpus})
-        },
-        limit=get_cgroup_memory_limit(),
+        memory={node: info.total_memory for node, info in infos.items()},
+        limit=least.available,
+        limited_by=least.name,
+        available={node: info.available_memory for node, info in infos.items()},
     )
 
 
@@ -413,20 +420,30 @@ def too_few_cores(
     )
 
 
+def weights_of(plan: StagePlan) -> int:
+    """Return the weights of a rank in a folder with safetensors, or 0 if unknown."""
+    if plan.plan is None or not plan.plan.weight_bytes:
+        return 0
+    model = plan.plan.config.model_config.model
+    return max(plan.plan.weight_bytes) if checkpoint_bytes(model) else 0
+
+
 def too_little_memory(
     plans: Sequence[StagePlan], place: str, total: int, ranks_of: Mapping[int, int]
 ) -> str | None:
-    """Return what to change if the budgets are above a place's memory, or None.
+    """Return what to change if more is needed than a place has, or None.
 
     Args:
         plans: The stages.
         place: What the memory is called.
-        total: Its bytes.
+        total: The bytes that are available there.
         ranks_of: By stage_id, how many ranks are there.
 
     """
+    weights = {plan.stage.stage_id: weights_of(plan) for plan in plans}
     needed = {
-        plan.stage.stage_id: plan.num_bytes * ranks_of.get(plan.stage.stage_id, 0)
+        plan.stage.stage_id: (plan.num_bytes + weights[plan.stage.stage_id])
+        * ranks_of.get(plan.stage.stage_id, 0)
         for plan in plans
     }
     missing = sum(needed.values()) - total
@@ -458,10 +475,13 @@ def too_little_memory(
             if fitting
             else "but no max_num_seqs or max_model_len of it alone is enough"
         )
+    what, on_top = "the KV caches", "weights and activations"
+    if any(weights.values()):
+        what, on_top = "the KV caches and known weights", "activations"
     return (
-        f"{place}: the KV caches take {format_bytes(total + missing)}, it has "
-        f"{format_bytes(total)}: {format_bytes(missing)} too much; what helps most: "
-        f"{knob}"
+        f"{place}: {what} take {format_bytes(total + missing)}, "
+        f"{format_bytes(total)} is available: {format_bytes(missing)} too much, and "
+        f"{on_top} come on top; what helps most: {knob}"
     )
 
 
@@ -504,11 +524,11 @@ def plan_deploy(
             total,
             {plan.stage.stage_id: plan.nodes.count(node) for plan in bound},
         )
-        for node, total in machine.memory.items()
+        for node, total in (machine.available or machine.memory).items()
     ]
     if machine.limit is not None:
         everywhere = {plan.stage.stage_id: len(plan.nodes) for plan in bound}
-        places.append(("control group", machine.limit, everywhere))
+        places.append((machine.limited_by, machine.limit, everywhere))
     shortages = [too_little_memory(bound, *place) for place in places]
     return DeployPlan(bound, kept, [text for text in shortages if text])
 

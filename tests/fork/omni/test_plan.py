@@ -88,10 +88,10 @@ def test_too_little_memory(plan: Plan, example: Path, qwen3_tts: Path) -> None:
     needed = (512 * 16 + 1) * 14 * MiB + 2 * GiB
     assert result.stderr == (
         "vllm kv-budget: error: memory node 0: the KV caches take "
-        f"{needed:,} bytes ({needed / GiB:.7g} GiB), it has 68,719,476,736 bytes "
-        f"(64 GiB): {needed - 64 * GiB:,} bytes ({needed / GiB - 64:.7g} GiB) too "
-        "much; what helps most: stage 0, max_num_seqs 283 (now 512) or max_model_len "
-        "1024 (now 2048) would fit\n"
+        f"{needed:,} bytes ({needed / GiB:.7g} GiB), 68,719,476,736 bytes (64 GiB) is "
+        f"available: {needed - 64 * GiB:,} bytes ({needed / GiB - 64:.7g} GiB) too "
+        "much, and weights and activations come on top; what helps most: stage 0, "
+        "max_num_seqs 283 (now 512) or max_model_len 1024 (now 2048) would fit\n"
     )
 
 

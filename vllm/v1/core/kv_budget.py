@@ -12,7 +12,6 @@ block pool keeps for itself, and what a request takes and the engine does not co
 
 import copy
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.v1.core.kv_cache_sizes import (
     KVCacheSpecs,
     estimate_max_model_len,
@@ -340,26 +338,25 @@ def shorten_max_model_len(
     get_kv_cache_configs(vllm_config, kv_cache_specs, num_bytes)
 
 
-def _adopt_budget(worker: Any, num_bytes: int) -> tuple[int, int]:
-    """Give a worker its budget, and ask it for its memory node.
+fitted_bytes: int | None = None
+"""The budget that VLLM_CPU_KVCACHE_SPACE=fit gave the engine that starts."""
 
-    Returns:
-        The number of the node, and the bytes that are available on it.
 
-    """
+def _adopt_budget(worker: Any, num_bytes: int) -> None:
+    """Give a worker its budget."""
     worker.cache_config.kv_cache_memory_bytes = num_bytes
-    node = get_allowed_cpu_list()[0].numa_node
-    return node, get_memory_node_info(node).available_memory
 
 
 def fit_kv_cache(
     vllm_config: VllmConfig,
     kv_cache_specs: KVCacheSpecs,
-    collective_rpc: Callable[..., list[tuple[int, int]]],
+    collective_rpc: Callable[..., Any],
 ) -> None:
     """Size the cache to what the configuration needs, if the user asks for it.
 
     VLLM_CPU_KVCACHE_SPACE=fit does, unless `kv_cache_memory_bytes` is set. On CPU.
+    Whether the memory is there is checked as for any other budget, by
+    `vllm.v1.core.memory_check`.
 
     Args:
         vllm_config: The engine's configuration, with the KV cache layout resolved.
@@ -367,10 +364,11 @@ def fit_kv_cache(
         collective_rpc: Calls a function on each worker.
 
     Raises:
-        ValueError: If a memory node has less available than its ranks need; says
-            what would fit.
+        ValueError: If the ranks of an external launcher need different budgets.
 
     """
+    global fitted_bytes
+    fitted_bytes = None
     is_fit = os.getenv("VLLM_CPU_KVCACHE_SPACE", "").strip() == "fit"
     if not is_fit or not current_platform.is_cpu():
         return
@@ -395,19 +393,22 @@ def fit_kv_cache(
         )
         num_bytes = override * budget.bytes_per_block
         budget = replace(budget, num_blocks=override, num_bytes=num_bytes)
-    nodes = collective_rpc(_adopt_budget, args=(budget.num_bytes,))
-    ranks_by_node = Counter(node for node, _ in nodes)
-    # Ranks of one node may see its memory at slightly different times.
-    for node, num_ranks in ranks_by_node.items():
-        available = min(memory for number, memory in nodes if number == node)
-        share = available // num_ranks
-        if budget.num_bytes > share:
-            raise ValueError(
-                _does_not_fit(
-                    vllm_config, kv_cache_specs, budget, node, num_ranks, share
-                )
-            )
-    vllm_config.cache_config.kv_cache_memory_bytes = budget.num_bytes
+    # Planning alone does without this, also on a release that has no such module.
+    from vllm.v1.core.memory_check import gather_plans
+
+    plans = gather_plans(vllm_config, (budget.num_blocks, budget.num_bytes))
+    if override is None and len(set(plans)) > 1:
+        ranks = ", ".join(
+            f"rank {rank}: {num_blocks} blocks, {format_bytes(num_bytes)}"
+            for rank, (num_blocks, num_bytes) in enumerate(plans)
+        )
+        raise ValueError(
+            "VLLM_CPU_KVCACHE_SPACE=fit under an external launcher needs ranks that "
+            f"plan alike ({ranks}). --num-gpu-blocks-override="
+            f"{max(num_blocks for num_blocks, _ in plans)} gives all of them enough."
+        )
+    collective_rpc(_adopt_budget, args=(budget.num_bytes,))
+    vllm_config.cache_config.kv_cache_memory_bytes = fitted_bytes = budget.num_bytes
     logger.info(
         "VLLM_CPU_KVCACHE_SPACE=fit: %s per rank, %d blocks, for max_num_seqs=%d "
         "requests of max_model_len=%d.",
@@ -415,30 +416,4 @@ def fit_kv_cache(
         budget.num_blocks,
         budget.max_num_seqs,
         budget.max_model_len,
-    )
-
-
-def _does_not_fit(
-    vllm_config: VllmConfig,
-    kv_cache_specs: KVCacheSpecs,
-    budget: KVBudget,
-    node: int,
-    num_ranks: int,
-    share: int,
-) -> str:
-    """Return the message for a budget above a rank's share of its memory node."""
-    num_requests = budget.num_requests(share // budget.bytes_per_block)
-    length = longest_model_len(vllm_config, kv_cache_specs, share, budget.max_num_seqs)
-    remedies = []
-    if num_requests:
-        remedies.append(f"--max-num-seqs {num_requests}")
-    if length > 0:
-        remedies.append(f"--max-model-len {length}")
-    would_fit = " or ".join(remedies) or "no request of this length"
-    return (
-        f"VLLM_CPU_KVCACHE_SPACE=fit needs {format_bytes(budget.num_bytes)} per rank, "
-        f"{budget.num_blocks} blocks, for max_num_seqs={budget.max_num_seqs} requests "
-        f"of max_model_len={budget.max_model_len}, but memory node {node} has "
-        f"{format_bytes(share)} available for each of its {num_ranks} rank(s): "
-        f"{would_fit} would fit."
     )

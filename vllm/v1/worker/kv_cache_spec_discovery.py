@@ -52,6 +52,8 @@ class WorkerSpecs(NamedTuple):
     """The names of the KV cache layouts it supports, most preferred first."""
     block_size: int
     """`cache_config.block_size` once the attention backends have been asked."""
+    weight_bytes: int
+    """The parameters of the model and its draft model, as they are built."""
 
 
 class NoWeightsLoader(BaseModelLoader):
@@ -178,18 +180,23 @@ def proposer_class(spec_config: SpeculativeConfig) -> type:
     return EagleProposer
 
 
-def build_draft_layers(vllm_config: VllmConfig) -> None:
+def build_draft_layers(vllm_config: VllmConfig) -> nn.Module | None:
     """Add the layers of the draft model to the target's, as the model runner does.
 
     A proposer has buffers of the size of a batch, so only its part that builds the
     model is used. Methods without a KV cache of their own add nothing.
+
+    Returns:
+        The draft model, None if nothing is added.
+
     """
     spec_config = vllm_config.speculative_config
     if spec_config is None or not spec_config.uses_draft_kv_cache():
-        return
+        return None
     if spec_config.uses_extract_hidden_states():
-        get_model(vllm_config=vllm_config, model_config=spec_config.draft_model_config)
-        return
+        return get_model(
+            vllm_config=vllm_config, model_config=spec_config.draft_model_config
+        )
     target_layers = set(
         get_layers_from_vllm_config(
             vllm_config,
@@ -202,6 +209,7 @@ def build_draft_layers(vllm_config: VllmConfig) -> None:
     proposer.model = proposer._get_model()
     if spec_config.use_gemma4_mtp():
         proposer._setup_gemma4_kv_sharing(target_layers)
+    return proposer.model
 
 
 def check_block_sizes(
@@ -246,9 +254,11 @@ def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
         patch.dict(_ROPE_DICT, clear=True),
         set_current_vllm_config(config),
     ):
-        get_model(vllm_config=config)
-        if parallel_state.get_pp_group().is_last_rank:
-            build_draft_layers(config)
+        models = [get_model(vllm_config=config)]
+        if parallel_state.get_pp_group().is_last_rank and (
+            draft := build_draft_layers(config)
+        ):
+            models.append(draft)
         current_platform.update_block_size_for_backend(config)
         layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
         kv_cache_spec = get_kv_cache_spec(config)
@@ -257,6 +267,9 @@ def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
             kv_cache_spec=kv_cache_spec,
             supported_layouts=[layout.name for layout in layouts],
             block_size=config.cache_config.block_size,
+            weight_bytes=sum(
+                parameter.nbytes for model in models for parameter in model.parameters()
+            ),
         )
 
 

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which memory limits a process finds, in the layouts that people run vLLM in.
+
+Each layout is a folder with the files that a process sees there: /proc/self/cgroup
+and mountinfo, /proc/meminfo, and the groups under /sys/fs/cgroup. Groups of version 1
+are tested as they are in tests/v1/core/test_memory_control_groups.py.
+"""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from vllm.utils import memory_limits
+from vllm.utils.memory_limits import (
+    MemoryLimit,
+    cgroup_limits,
+    commit_limit,
+    host_limit,
+    limits_of_node,
+    process_limits,
+)
+
+MiB = 1 << 20
+GiB = 1 << 30
+V1_UNLIMITED = 0x7FFFFFFFFFFFF000
+V2 = "/sys/fs/cgroup"
+V1 = "/sys/fs/cgroup/memory"
+
+
+class Host:
+    """The files of a host, below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.mounts: list[str] = []
+        self.write("proc/sys/kernel/random/boot_id", "0-1-2\n")
+        self.meminfo(64 * GiB, 60 * GiB)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def meminfo(self, total: int, available: int | None, **more: int) -> None:
+        sizes = {"MemTotal": total, "MemFree": 0, "MemAvailable": available, **more}
+        lines = [
+            f"{name}:  {size // 1024} kB\n"
+            for name, size in sizes.items()
+            if size is not None
+        ]
+        self.write("proc/meminfo", "".join(lines))
+
+    def process(self, *lines: str) -> None:
+        self.write("proc/self/cgroup", "".join(f"{line}\n" for line in lines))
+
+    def mount(self, fstype: str, group: str, point: str, options: str = "rw") -> None:
+        number = len(self.mounts)
+        self.mounts.append(
+            f"{30 + number} 23 0:{28 + number} {group} {point} rw,nosuid shared:4 "
+            f"- {fstype} cgroup {options}\n"
+        )
+        self.write("proc/self/mountinfo", "".join(self.mounts))
+
+    def v2(
+        self, folder: str, limit: int | str = "max", usage: int = 0, **stat: int
+    ) -> None:
+        self.write(f"{folder}/memory.max", f"{limit}\n")
+        self.write(f"{folder}/memory.high", "max\n")
+        self.write(f"{folder}/memory.current", f"{usage}\n")
+        lines = [f"{name} {size}\n" for name, size in stat.items()]
+        self.write(f"{folder}/memory.stat", "".join(lines))
+
+    def v1(
+        self, folder: str, limit: int = V1_UNLIMITED, usage: int = 0, **stat: int
+    ) -> None:
+        self.write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"{folder}/memory.usage_in_bytes", f"{usage}\n")
+        lines = [f"{name} {size}\n" for name, size in stat.items()]
+        self.write(f"{folder}/memory.stat", "".join(lines))
+
+    def limits(self) -> dict[str, int]:
+        """The limits by the file that they are in."""
+        return {
+            limit.name.partition(f"({self.root}")[2].rstrip(")"): limit.limit
+            for limit in cgroup_limits(str(self.root))
+        }
+
+    def available(self) -> list[int]:
+        return [limit.available for limit in cgroup_limits(str(self.root))]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep nothing back, so that sums can be written down."""
+    monkeypatch.setattr(memory_limits, "PAGES_PER_CPU", 0)
+    monkeypatch.setattr(memory_limits, "PAGE_TABLES", 1 << 62)
+
+
+def docker_v2(host: Host) -> dict[str, int]:
+    """docker run --memory 2g: a namespace whose root is the container's group."""
+    host.process("0::/")
+    host.mount("cgroup2", "/", V2)
+    host.v2(V2, 2 * GiB)
+    return {f"{V2}/memory.max": 2 * GiB}
+
+
+def docker_v2_host_namespace(host: Host) -> dict[str, int]:
+    """docker run --cgroupns=host: the whole tree, the process far down in it."""
+    folder = "/system.slice/docker-0123abcd.scope"
+    host.process(f"0::{folder}")
+    host.mount("cgroup2", "/", V2)
+    host.v2(f"{V2}/system.slice")
+    host.v2(f"{V2}{folder}", 2 * GiB)
+    return {f"{V2}{folder}/memory.max": 2 * GiB}
+
+
+def docker_v1(host: Host) -> dict[str, int]:
+    """The container's group is mounted, and /proc/self/cgroup has the host's path."""
+    host.process("12:pids:/docker/0123", "5:memory:/docker/0123", "0::/docker/0123")
+    host.mount("tmpfs", "/", V2)
+    host.mount("cgroup", "/docker/0123", V1, "rw,memory")
+    host.mount("cgroup", "/docker/0123", f"{V2}/pids", "rw,pids")
+    host.v1(V1, 2 * GiB)
+    return {f"{V1}/memory.limit_in_bytes": 2 * GiB}
+
+
+def podman_rootless(host: Host) -> dict[str, int]:
+    """podman run --cgroupns=host --memory 3g, as a user, whose slice has less."""
+    user = "/user.slice/user-1000.slice"
+    folder = f"{user}/user@1000.service/user.slice/libpod-0123.scope/container"
+    host.process(f"0::{folder}")
+    host.mount("cgroup2", "/", V2)
+    host.v2(f"{V2}{user}", 2 * GiB)
+    host.v2(f"{V2}{folder}")
+    host.v2(f"{V2}{Path(folder).parent}", 3 * GiB)
+    return {
+        f"{V2}{Path(folder).parent}/memory.max": 3 * GiB,
+        f"{V2}{user}/memory.max": 2 * GiB,
+    }
+
+
+def kubernetes_v2(host: Host) -> dict[str, int]:
+    """A pod with a memory limit; memory.high is set with the MemoryQoS feature."""
+    host.process("0::/")
+    host.mount("cgroup2", "/", V2, "rw,nsdelegate,memory_recursiveprot")
+    host.v2(V2, 8 * GiB)
+    host.write(f"{V2}/memory.high", f"{7 * GiB}\n")
+    return {f"{V2}/memory.max": 8 * GiB, f"{V2}/memory.high": 7 * GiB}
+
+
+def kubernetes_v1(host: Host) -> dict[str, int]:
+    """A container without a limit in a pod with one, which it sees in a sum only."""
+    folder = "/kubepods/burstable/pod12/34"
+    host.process(f"9:memory:{folder}")
+    host.mount("cgroup", folder, V1, "rw,memory")
+    host.v1(V1, hierarchical_memory_limit=4 * GiB)
+    return {"": 4 * GiB}
+
+
+def systemd_slice(host: Host) -> dict[str, int]:
+    """MemoryMax= of a slice, MemoryHigh= of the service in it."""
+    host.process("0::/inference.slice/vllm.service")
+    host.mount("cgroup2", "/", V2)
+    host.v2(f"{V2}/inference.slice", 4 * GiB)
+    host.v2(f"{V2}/inference.slice/vllm.service")
+    host.write(f"{V2}/inference.slice/vllm.service/memory.high", f"{3 * GiB}\n")
+    return {
+        f"{V2}/inference.slice/vllm.service/memory.high": 3 * GiB,
+        f"{V2}/inference.slice/memory.max": 4 * GiB,
+    }
+
+
+def systemd_hybrid(host: Host) -> dict[str, int]:
+    """systemd with both versions: memory is a controller of version 1."""
+    path = "/system.slice/vllm.service"
+    host.process("1:name=systemd:" + path, "4:memory:" + path, "0::" + path)
+    host.mount("tmpfs", "/", V2)
+    host.mount("cgroup2", "/", f"{V2}/unified")
+    host.mount("cgroup", "/", f"{V2}/systemd", "rw,xattr,name=systemd")
+    host.mount("cgroup", "/", V1, "rw,memory")
+    (host.root / f"{V2}/unified{path}".lstrip("/")).mkdir(parents=True)
+    host.v1(V1)
+    host.v1(f"{V1}/system.slice")
+    host.v1(f"{V1}{path}", 2 * GiB)
+    return {f"{V1}{path}/memory.limit_in_bytes": 2 * GiB}
+
+
+def lxc_v2(host: Host) -> dict[str, int]:
+    """The container's limit is above the namespace: only lxcfs's meminfo has it."""
+    host.process("0::/init.scope")
+    host.mount("cgroup2", "/", V2)
+    host.v2(f"{V2}/init.scope")
+    host.meminfo(2 * GiB, GiB)
+    return {}
+
+
+def lxc_v1(host: Host) -> dict[str, int]:
+    """A container whose mount begins above the group that the process is in."""
+    host.process("7:memory:/lxc/box/system.slice/vllm.service")
+    host.mount("cgroup", "/lxc/box", V1, "rw,memory")
+    host.v1(V1, 3 * GiB)
+    host.v1(f"{V1}/system.slice")
+    host.v1(f"{V1}/system.slice/vllm.service", 2 * GiB)
+    return {
+        f"{V1}/system.slice/vllm.service/memory.limit_in_bytes": 2 * GiB,
+        f"{V1}/memory.limit_in_bytes": 3 * GiB,
+    }
+
+
+def mounted_over(host: Host) -> dict[str, int]:
+    """A group that is bind-mounted over the root hides what was there."""
+    host.process("4:memory:/vllm/test")
+    host.mount("cgroup", "/", V1, "rw,memory")
+    host.mount("cgroup", "/vllm/test", V1, "rw,memory")
+    host.v1(V1, 2 * GiB)
+    return {f"{V1}/memory.limit_in_bytes": 2 * GiB}
+
+
+def moved_out_of_the_namespace(host: Host) -> dict[str, int]:
+    """The group is beside the namespace's root, where this process sees nothing."""
+    host.process("0::/../other")
+    host.mount("cgroup2", "/", V2)
+    host.v2(V2, 2 * GiB)
+    return {f"{V2}/memory.max": 2 * GiB}
+
+
+def mount_above_the_namespace(host: Host) -> dict[str, int]:
+    """A mount from outside, with names that this process cannot know."""
+    host.process("0::/")
+    host.mount("cgroup2", "/../..", V2)
+    host.v2(V2, 2 * GiB)
+    return {f"{V2}/memory.max": 2 * GiB}
+
+
+def mount_from_outside_the_namespace(host: Host) -> dict[str, int]:
+    """The process's path begins at its namespace, and the mount's does not."""
+    host.process("4:memory:/")
+    host.mount("cgroup", "/docker/0123", V1, "rw,memory")
+    host.v1(V1, 2 * GiB)
+    return {f"{V1}/memory.limit_in_bytes": 2 * GiB}
+
+
+def removed_group(host: Host) -> dict[str, int]:
+    """The process outlived its group, the one above still counts."""
+    host.process("0::/a.slice/gone.scope (deleted)")
+    host.mount("cgroup2", "/", V2)
+    host.v2(f"{V2}/a.slice", 2 * GiB)
+    return {f"{V2}/a.slice/memory.max": 2 * GiB}
+
+
+def odd_names(host: Host) -> dict[str, int]:
+    """Colons, spaces and a mount point with a space, which mountinfo escapes."""
+    host.process("0::/a:b/c d")
+    host.mount("cgroup2", "/", "/mnt/control\\040groups")
+    host.v2("/mnt/control groups/a:b/c d", 2 * GiB)
+    return {"/mnt/control groups/a:b/c d/memory.max": 2 * GiB}
+
+
+def unlimited(host: Host) -> dict[str, int]:
+    host.process("4:memory:/a", "0::/a")
+    host.mount("cgroup2", "/", f"{V2}/unified")
+    host.mount("cgroup", "/", V1, "rw,memory")
+    host.v2(f"{V2}/unified/a")
+    host.v1(V1, hierarchical_memory_limit=V1_UNLIMITED)
+    host.v1(f"{V1}/a", hierarchical_memory_limit=V1_UNLIMITED)
+    return {}
+
+
+def no_controller(host: Host) -> dict[str, int]:
+    host.process("3:cpu:/a", "0::/")
+    host.mount("cgroup", "/", f"{V2}/cpu", "rw,cpu")
+    return {}
+
+
+def no_files(host: Host) -> dict[str, int]:
+    """A sandbox, or no Linux."""
+    return {}
+
+
+LAYOUTS = [
+    docker_v2,
+    docker_v2_host_namespace,
+    docker_v1,
+    podman_rootless,
+    kubernetes_v2,
+    kubernetes_v1,
+    systemd_slice,
+    systemd_hybrid,
+    lxc_v2,
+    lxc_v1,
+    mounted_over,
+    moved_out_of_the_namespace,
+    mount_above_the_namespace,
+    mount_from_outside_the_namespace,
+    removed_group,
+    odd_names,
+    unlimited,
+    no_controller,
+    no_files,
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_limits_of_a_layout(host: Host, layout) -> None:
+    expected = layout(host)
+
+    assert host.limits() == expected
+    limits = limits_of_node(0, str(host.root))
+    least = 2 * GiB if layout is lxc_v2 else 64 * GiB
+    assert min(limit.limit for limit in limits) == min([least, *expected.values()])
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("version", [1, 2])
+def test_page_cache_is_available_unless_mapped_or_dirty(
+    host: Host, version: int
+) -> None:
+    host.process("0::/" if version == 2 else "4:memory:/")
+    host.mount("cgroup2" if version == 2 else "cgroup", "/", V2, "rw,memory")
+    file_pages = {"active_file": 512 * MiB, "inactive_file": 2 * GiB}
+    in_use = (100 * MiB, 10 * MiB, MiB)
+    if version == 2:
+        names = ("file_mapped", "file_dirty", "file_writeback")
+        stat = file_pages | dict(zip(names, in_use, strict=True))
+        host.v2(V2, 4 * GiB, 3 * GiB, anon=GiB, **stat)
+    else:
+        names = ("total_mapped_file", "total_dirty", "total_writeback")
+        totals = {f"total_{name}": size for name, size in file_pages.items()}
+        # Without "total_" they are those of the group alone, not of those below it.
+        host.v1(
+            V2,
+            4 * GiB,
+            3 * GiB,
+            active_file=1,
+            **totals,
+            **dict(zip(names, in_use, strict=True)),
+        )
+
+    assert host.available() == [GiB + 512 * MiB + 2 * GiB - sum(in_use)]
+
+
+@pytest.mark.usefixtures("exact")
+def test_shared_memory_is_not_page_cache(host: Host) -> None:
+    """What lies in /dev/shm is mapped by nobody for a while, and cannot be dropped."""
+    host.process("0::/")
+    host.mount("cgroup2", "/", V2)
+    host.v2(V2, 4 * GiB, 3 * GiB, shmem=3 * GiB, inactive_anon=3 * GiB)
+
+    assert host.available() == [GiB]
+
+
+def test_what_is_charged_late_and_page_tables_are_kept_back(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker_v2(host)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+
+    (available,) = host.available()
+
+    left = 2 * GiB - 64 * 128 * resource.getpagesize()
+    assert available == left - left // 512
+
+
+def test_more_in_use_than_the_limit_leaves_nothing(host: Host) -> None:
+    """A limit that was lowered below the usage is kept in time, not at once."""
+    host.process("0::/")
+    host.mount("cgroup2", "/", V2)
+    host.v2(V2, GiB, 2 * GiB)
+
+    assert host.available() == [0]
+
+
+@pytest.mark.usefixtures("exact")
+def test_group_with_the_least_left_is_not_the_one_with_the_least_limit(
+    host: Host,
+) -> None:
+    host.process("0::/a/b")
+    host.mount("cgroup2", "/", V2)
+    host.v2(f"{V2}/a", 8 * GiB, 7 * GiB)
+    host.v2(f"{V2}/a/b", 4 * GiB, 2 * GiB)
+
+    limits = cgroup_limits(str(host.root))
+
+    assert min(limits, key=lambda limit: limit.limit).limit == 4 * GiB
+    fullest = min(limits, key=lambda limit: limit.available)
+    assert fullest.available == GiB
+    assert fullest.name == f"control group /a ({host.root}{V2}/a/memory.max)"
+
+
+def test_limit_that_changes_is_read_again(host: Host) -> None:
+    docker_v2(host)
+    before = host.limits()
+
+    host.write(f"{V2}/memory.max", f"{GiB}\n")
+
+    assert before == {f"{V2}/memory.max": 2 * GiB}
+    assert host.limits() == {f"{V2}/memory.max": GiB}
+
+
+def test_processes_of_a_group_share_its_place(host: Host) -> None:
+    """Containers have the same path, a group of its own, and one host."""
+    docker_v2(host)
+    first = limits_of_node(0, str(host.root))
+    host.mounts.clear()
+    host.mount("cgroup2", "/", "/other")
+    host.v2("/other", 2 * GiB)
+    second = limits_of_node(0, str(host.root))
+    host.write("proc/sys/kernel/random/boot_id", "another host\n")
+    third = limits_of_node(0, str(host.root))
+
+    host_places = [limits[0].place for limits in (first, second, third)]
+    assert host_places[0] == host_places[1] != host_places[2]
+    assert len({limits[-1].place for limits in (first, second, third)}) == 3
+
+
+def test_node_is_bounded_by_the_host(host: Host) -> None:
+    node = "sys/devices/system/node/node1/meminfo"
+    sizes = {
+        "MemTotal": 32 * GiB,
+        "MemFree": GiB,
+        "Active(file)": GiB,
+        "Inactive(file)": GiB,
+        "SReclaimable": GiB,
+    }
+    lines = [f"Node 1 {name}: {size // 1024} kB\n" for name, size in sizes.items()]
+    host.write(node, "".join(lines) + "Node 1 HugePages_Total:     0\n")
+
+    by_name = {limit.name: limit for limit in limits_of_node(1, str(host.root))}
+
+    assert by_name["memory node 1"].limit == 32 * GiB
+    assert by_name["memory node 1"].available == 4 * GiB
+    assert by_name["the memory of this host"].available == 60 * GiB
+
+
+def test_host_that_does_not_estimate_what_is_available(host: Host) -> None:
+    host.meminfo(8 * GiB, None, Buffers=GiB, Cached=2 * GiB)
+
+    limit = host_limit(str(host.root))
+
+    assert limit is not None
+    assert (limit.limit, limit.available) == (8 * GiB, 3 * GiB)
+
+
+@pytest.mark.parametrize(("mode", "counts"), [(0, False), (1, False), (2, True)])
+def test_commit_limit_counts_where_it_is_kept(
+    host: Host, mode: int, counts: bool
+) -> None:
+    host.write("proc/sys/vm/overcommit_memory", f"{mode}\n")
+    host.meminfo(8 * GiB, 8 * GiB, CommitLimit=4 * GiB, Committed_AS=3 * GiB)
+
+    limit = commit_limit(str(host.root))
+
+    assert (limit is not None) == counts
+    if limit is not None:
+        assert (limit.limit, limit.available) == (4 * GiB, GiB)
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(resource.RLIMIT_AS, "RLIMIT_AS"), (resource.RLIMIT_DATA, "RLIMIT_DATA")],
+)
+def test_limit_of_the_process(kind: int, name: str) -> None:
+    def mine() -> list[MemoryLimit]:
+        return [limit for limit in process_limits() if limit.name.startswith(name)]
+
+    assert mine() == []
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (64 * GiB, hard))
+
+    (limit,) = mine()
+
+    assert limit.limit == 64 * GiB
+    assert 0 < limit.available < 64 * GiB
+    assert limit.place is None

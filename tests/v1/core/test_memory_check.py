@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The KV cache that is about to be allocated is checked, of all ranks together.
+
+test_memory_control_groups.py has the same in control groups, which need root.
+"""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import regex as re
+
+from tests.platforms.cpu_kv_cache_utils import GiB, MiB
+from tests.platforms.test_cpu_kv_cache_messages import (
+    BLOCK,
+    FITS,
+    cpu,  # noqa: F401
+    run_engine,
+)
+from tests.v1.core.kv_budget_models import qwen3, write_model
+from vllm.utils import cpu_resource_utils, memory_limits
+from vllm.utils.memory_limits import MemoryLimit
+from vllm.v1.core import memory_check
+from vllm.v1.core.memory_check import RankMemory, find_shortage
+
+HOST = 8 * GiB
+
+
+def rank(size: int, *limits: MemoryLimit, blocks: int = 10) -> RankMemory:
+    return RankMemory(blocks, size, list(limits))
+
+
+def limit(place: str | None, available: int, name: str = "a limit") -> MemoryLimit:
+    return MemoryLimit(name, HOST, available, place)
+
+
+def test_ranks_that_share_a_limit_are_added_up() -> None:
+    shared = limit("host 1 node 0", 3 * GiB)
+
+    assert find_shortage([rank(GiB, shared)] * 3) is None
+    shortage = find_shortage([rank(GiB, shared)] * 4)
+
+    assert shortage is not None
+    assert (shortage.limit, shortage.num_ranks) == (shared, 4)
+    assert shortage.num_bytes == 4 * GiB
+    # A thirty-second less than 3 GiB, for four ranks with 10 blocks a GiB.
+    assert shortage.num_blocks == int(3 * GiB * 31 / 32 / 4 / (GiB / 10))
+
+
+def test_ranks_of_two_hosts_are_not_added_up() -> None:
+    """Each host has a memory node 0."""
+    hosts = [
+        limit(f"host {number} node 0", 3 * GiB, "memory node 0") for number in "12"
+    ]
+
+    assert find_shortage([rank(2 * GiB, hosts[0]), rank(2 * GiB, hosts[1])]) is None
+
+
+def test_limit_of_a_process_counts_for_its_rank_alone() -> None:
+    address_space = limit(None, 3 * GiB)
+
+    assert find_shortage([rank(2 * GiB, address_space)] * 2) is None
+    assert find_shortage([rank(4 * GiB, address_space)] * 2) is not None
+
+
+def test_least_that_any_rank_saw_counts() -> None:
+    """Ranks look one after the other, while memory is taken."""
+    early, late = limit("group", 4 * GiB), limit("group", 2 * GiB)
+
+    shortage = find_shortage([rank(3 * GiB // 2, early), rank(3 * GiB // 2, late)])
+
+    assert shortage is not None and shortage.limit is late
+
+
+def test_worst_shortage_is_named_and_all_limits_are_kept() -> None:
+    narrow = limit("group", GiB, "the group")
+    narrower = limit("node", GiB // 2, "the node")
+
+    shortage = find_shortage([rank(2 * GiB, narrow, narrower)])
+
+    assert shortage is not None
+    assert shortage.limit.name == "the node"
+    assert shortage.num_blocks * 2 * GiB // 10 <= GiB // 2
+
+
+def only_available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(
+        memory_check,
+        "limits_of_node",
+        lambda node: [MemoryLimit("memory node 0", 2 * GiB, size, "here")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "size", "shown"),
+    [
+        pytest.param(None, 128 * MiB, "--kv-cache-memory-bytes=134217728", id="bytes"),
+        pytest.param("0.125", None, "VLLM_CPU_KVCACHE_SPACE=0.125", id="variable"),
+    ],
+)
+def test_budget_above_what_is_free_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str | None,
+    size: int | None,
+    shown: str,
+) -> None:
+    if variable:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+    only_available(monkeypatch, 125 * MiB)
+
+    error = run_engine(tmp_path, kv_cache_memory_bytes=size).error
+
+    assert "Available memory (125.0 MiB of 2.0 GiB, memory node 0)" in error
+    # 73 blocks of 1.75 MiB are less than the 128 MiB of the budget.
+    assert f"(127.75 MiB for 1 rank(s), 73 blocks per rank, from {shown})" in error
+    (budget,) = re.findall(r"--kv-cache-memory-bytes=(\d+) would fit", error)
+    assert run_engine(tmp_path, kv_cache_memory_bytes=int(budget)).answer
+
+
+def test_whole_blocks_are_checked_not_the_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    only_available(monkeypatch, FITS)
+
+    assert run_engine(tmp_path, kv_cache_memory_bytes=FITS + BLOCK - 1).answer == 68
+    assert run_engine(tmp_path, kv_cache_memory_bytes=FITS + BLOCK).answer is None
+
+
+def test_length_that_fits_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Below 68 blocks no request of 2,048 tokens fits."""
+    only_available(monkeypatch, 64 * MiB)
+
+    error = run_engine(tmp_path, kv_cache_memory_bytes=FITS).error
+
+    found = re.findall(
+        r"--kv-cache-memory-bytes=(\d+) with --max-model-len (\d+) would fit", error
+    )
+    budget, length = map(int, found[0])
+    shorter = {"kv_cache_memory_bytes": budget, "max_model_len": length}
+    assert run_engine(tmp_path, **shorter).answer == budget // BLOCK
+
+
+@pytest.mark.parametrize("commit", ["startup", "on-use"])
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "refused-mapping"])
+def test_limit_of_the_address_space_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    commit: str,
+    checked: bool,
+) -> None:
+    """Also if the check has let it through: memory may be mapped after it."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_COMMIT", commit)
+    if not checked:
+        monkeypatch.setattr(
+            "vllm.v1.engine.core.check_kv_cache_memory", lambda *arguments: None
+        )
+    number = getattr(resource, kind)
+    hard = resource.getrlimit(number)[1]
+    resource.setrlimit(number, (16 * GiB, hard))
+    try:
+        error = run_engine(tmp_path, kv_cache_memory_bytes=16 * GiB).error
+    finally:
+        resource.setrlimit(number, (resource.RLIM_INFINITY, hard))
+
+    assert kind in error
+    assert "of 16.0 GiB" in error
+    assert len(error.splitlines()) == 1
+    assert error.startswith("Available memory" if checked else "The system refuses")
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        pytest.param({}, id="missing"),
+        pytest.param({"lscpu": "echo no topology >&2; exit 1"}, id="fails"),
+        pytest.param({"lscpu": "echo no JSON"}, id="no-json"),
+        pytest.param({"lscpu": "echo '{}'"}, id="no-cpus"),
+    ],
+)
+def test_no_topology_is_one_node(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tools: dict[str, str],
+) -> None:
+    for name, script in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    cpus = cpu_resource_utils.get_allowed_cpu_list()
+
+    assert {found.id for found in cpus} == os.sched_getaffinity(0)
+    assert {found.numa_node for found in cpus} == {0}
+
+
+def test_no_memory_nodes_is_node_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in sandboxes: no Mems_allowed_list, and no /sys/devices/system/node."""
+    real_open = open
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\n")
+    monkeypatch.setattr(
+        "builtins.open",
+        lambda path, *arguments, **options: real_open(
+            status if str(path).endswith("/status") else path, *arguments, **options
+        ),
+    )
+    monkeypatch.setattr(memory_limits, "node_limit", lambda *arguments: None)
+
+    assert cpu_resource_utils.get_visible_memory_node() == [0]
+    info = cpu_resource_utils.get_memory_node_info(0)
+
+    assert 0 < info.available_memory <= info.total_memory
+
+
+RANK = """
+    import json, sys
+    from vllm import LLM
+    try:
+        engine = LLM(
+            model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True,
+            enforce_eager=True, dtype="bfloat16", block_size=128, max_model_len=512,
+            max_num_seqs=2, pipeline_parallel_size=2,
+            distributed_executor_backend="external_launcher", **json.loads(sys.argv[2]),
+        )
+        print("BLOCKS", engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    except Exception as error:
+        print("ERROR", error)
+    sys.stdout.flush()
+"""
+
+
+def launch(model: str, variable: str, **arguments) -> list[str]:
+    """Start two ranks as torchrun does, and return what each of them says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-c", textwrap.dedent(RANK)),
+                *(model, json.dumps(arguments)),
+            ],
+            env=os.environ
+            | {
+                "VLLM_CPU_KVCACHE_SPACE": variable,
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_PP_LAYER_PARTITION": "1,3",
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(number),
+                "LOCAL_RANK": str(number),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        line
+        for output in outputs
+        for line in output.splitlines()
+        if line.startswith(("BLOCKS", "ERROR"))
+    ]
+
+
+def test_ranks_of_an_external_launcher_agree_or_are_refused(tmp_path: Path) -> None:
+    """One layer in the first stage, three in the second: 0.5 and 1.5 MiB a block."""
+    model = write_model(tmp_path / "model", qwen3(layers=4))
+
+    budget = launch(model, "0.125")
+    fit = launch(model, "fit")
+    blocks = launch(model, "fit", num_gpu_blocks_override=40)
+
+    assert len(budget) == len(fit) == 2
+    for error in budget:
+        assert "rank 0: 256 blocks of 524288 bytes, rank 1: 85 blocks of" in error
+        assert "from VLLM_CPU_KVCACHE_SPACE=0.125" in error
+        assert "--num-gpu-blocks-override=85" in error
+    for error in fit:
+        assert "VLLM_CPU_KVCACHE_SPACE=fit under an external launcher" in error
+        assert "rank 0: 9 blocks" in error and "rank 1: 9 blocks" in error
+        assert "--num-gpu-blocks-override=9" in error
+    assert blocks == ["BLOCKS 40", "BLOCKS 40"]
