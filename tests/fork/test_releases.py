@@ -141,9 +141,8 @@ def test_unknown_release_is_refused_in_one_line() -> None:
 
 
 def test_wheel_without_a_native_wheel_is_refused_in_one_line(tmp_path: Path) -> None:
-    (version,) = (
-        v for v, pin in read_pins()["release"].items() if "native-wheel" not in pin
-    )
+    pins = read_pins()["release"]
+    version = next(v for v, pin in pins.items() if "native-wheel" not in pin)
 
     result = cpu_wheel("wheel", "--dist-dir", str(tmp_path), CPU_WHEEL_RELEASE=version)
 
