@@ -55,7 +55,7 @@ def archive_component(archive: Archive, version: str) -> Component:
 def overlay_digest(release: Release) -> str:
     """Return a hash of the names and contents of all overlay files."""
     digest = hashlib.sha256()
-    for path in source.overlay_files(release.pinned):
+    for path in source.overlay_files(release):
         digest.update(f"{sha256(ROOT / path)}  {path.as_posix()}\n".encode())
     return digest.hexdigest()
 
@@ -237,7 +237,7 @@ class Sources:
         for patch in release.series:
             for file in re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.M):
                 self.patches.setdefault(file, []).append(patch.name[:4])
-        self.overlay = {p.as_posix() for p in source.overlay_files(release.pinned)}
+        self.overlay = {p.as_posix() for p in source.overlay_files(release)}
 
     def origin(
         self, name: str, info: str, content: bytes

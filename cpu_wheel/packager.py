@@ -70,7 +70,7 @@ def write_series(release: Release, folder: Path) -> None:
         last = release.series[-1].read_text()
         diff = "".join(
             new_file(path.as_posix(), (ROOT / path).read_text())
-            for path in source.overlay_files(release.pinned)
+            for path in source.overlay_files(release)
         )
         text = OVERLAY_PATCH.format(
             head=last.partition("\nSubject: ")[0],
@@ -93,7 +93,7 @@ def check_tree(tree: Path, release: Release) -> None:
         raise BuildError(f"{tree} is no unpacked sdist: it has no PKG-INFO") from None
     if said != release.version:
         raise BuildError(f"{tree} is vLLM {said}, expected {release.version}")
-    for path in source.overlay_files(release.pinned):
+    for path in source.overlay_files(release):
         if not (tree / path).is_file():
             raise BuildError(
                 f"{tree} lacks {path}: apply the series that `python -m cpu_wheel "

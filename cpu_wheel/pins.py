@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from cpu_wheel.errors import BuildError
 from cpu_wheel.files import sha256
 from cpu_wheel.paths import PATCHES, ROOT
@@ -59,6 +61,8 @@ class Release:
         series_file: The quilt series that names the patches, in patches/.
         series: The patch files, in order.
         pinned: Whether patches must apply without an offset.
+        whole_overlay: Whether it gets all files of the overlay: the pinned release
+            and newer ones, whose engine the modules of the fork are written for.
     """
 
     version: str
@@ -70,6 +74,7 @@ class Release:
     series_file: Path
     series: tuple[Path, ...]
     pinned: bool
+    whole_overlay: bool
 
     @property
     def native_wheel(self) -> Archive:
@@ -141,4 +146,5 @@ def load_release(version: str | None = None) -> Release:
         series_file=PATCHES / pin["series"],
         series=read_series(PATCHES / pin["series"]),
         pinned=version == pins["pinned"],
+        whole_overlay=Version(version) >= Version(pins["pinned"]),
     )

@@ -115,7 +115,7 @@ def make_importable(tree: Path, release: Release, native_wheel: Path | None) -> 
 
     Files of the overlay are links: who edits one edits it in this repository.
     """
-    overlay = overlay_files(release.pinned)
+    overlay = overlay_files(release)
     for path in overlay:
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).symlink_to(ROOT / path)
@@ -158,7 +158,7 @@ def refresh(release: Release, folder: Path, patches: Path = PATCHES) -> list[Pat
         raise BuildError(f"{folder} is no worktree; `make worktree` makes one")
     if changed_files := git(folder, "status", "--porcelain").splitlines():
         raise BuildError(f"{folder} has what is not committed: {changed_files[0][3:]}")
-    for path in overlay_files(release.pinned):
+    for path in overlay_files(release):
         if (folder / path).is_file() and not (folder / path).is_symlink():
             raise BuildError(
                 f"{folder / path} is not a link any more and no commit holds it: move "

@@ -14,6 +14,7 @@ from pathlib import Path
 from cpu_wheel.errors import BuildError
 from cpu_wheel.files import making
 from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release
 from cpu_wheel.settings import inherited
 
 if not hasattr(tarfile, "data_filter"):  # as Python 3.11.2 of Debian 12
@@ -22,7 +23,7 @@ if not hasattr(tarfile, "data_filter"):  # as Python 3.11.2 of Debian 12
 OVERLAY = ("vllm/**/*.py", "tests/**/*.py", "licenses/*.txt")
 # What tests the fork itself is not part of what upstream's tree gets.
 NOT_OVERLAY = ("tests/fork/",)
-# The only parts that are not written against the pinned release's engine alone.
+# What is not written against the engine of the pinned release and newer ones.
 OVERLAY_OF_EVERY_RELEASE = ("tests/platforms/", "licenses/")
 
 
@@ -128,12 +129,8 @@ def offsets(report: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def overlay_files(pinned: bool) -> list[Path]:
-    """Return the files that land at the same path in vLLM's tree, relative.
-
-    Args:
-        pinned: Whether the tree is that of the pinned release.
-    """
+def overlay_files(release: Release) -> list[Path]:
+    """Return the files that land at the same path in a release's tree, relative."""
     files = []
     for pattern in OVERLAY:
         for path in sorted(ROOT.glob(pattern)):
@@ -141,7 +138,7 @@ def overlay_files(pinned: bool) -> list[Path]:
             name = relative.as_posix()
             if name.startswith(NOT_OVERLAY):
                 continue
-            if pinned or name.startswith(OVERLAY_OF_EVERY_RELEASE):
+            if release.whole_overlay or name.startswith(OVERLAY_OF_EVERY_RELEASE):
                 files.append(relative)
     return files
 
@@ -162,19 +159,16 @@ def add_overlay(tree: Path, files: Iterable[Path]) -> None:
         shutil.copyfile(ROOT / relative, target)
 
 
-def make_source(
-    sdist: Path, patches: Iterable[Path], pinned: bool, destination: Path
-) -> None:
+def make_source(sdist: Path, release: Release, destination: Path) -> None:
     """Make the patched tree from a verified sdist; a failure leaves none behind.
 
     Args:
         sdist: Upstream's sources.
-        patches: The series.
-        pinned: Whether these are the pinned release's: then no hunk may apply at an
-            offset, and the whole overlay is added.
+        release: The release, for its series and overlay. If it is the pinned one,
+            no hunk may apply at an offset.
         destination: The folder to make; it must not exist.
     """
     with making(destination) as scratch:
         unpack(sdist, scratch)
-        apply_patches(scratch, patches, allow_offset=not pinned)
-        add_overlay(scratch, overlay_files(pinned))
+        apply_patches(scratch, release.series, allow_offset=not release.pinned)
+        add_overlay(scratch, overlay_files(release))

@@ -47,7 +47,7 @@ def make_source(settings: Settings) -> Path:
     tree = BUILD / f"vllm-{release.version}-{source_key(release)}"
     if not tree.exists():
         with step(f"unpack and patch {sdist.name}"):
-            source.make_source(sdist, release.series, release.pinned, tree)
+            source.make_source(sdist, release, tree)
         for stale in BUILD.glob(f"vllm-{release.version}-*"):
             if stale != tree:
                 shutil.rmtree(stale)
@@ -57,7 +57,7 @@ def make_source(settings: Settings) -> Path:
 def source_key(release: Release) -> str:
     """Return a hash of all that a patched tree is made from."""
     key = hashlib.sha256(release.sdist.sha256.encode())
-    overlay = [ROOT / file for file in source.overlay_files(release.pinned)]
+    overlay = [ROOT / file for file in source.overlay_files(release)]
     for path in (*release.series, *overlay):
         key.update(f"\n{path.relative_to(ROOT)} {sha256(path)}".encode())
     return key.hexdigest()[:12]

@@ -36,7 +36,7 @@ def test_patch_without_fuzz(version: str, tmp_path: Path) -> None:
     assert "fuzz" not in said
     assert ("offset" in said) is not release.pinned
     made = tmp_path / "made"
-    source.make_source(sdist, release.series, release.pinned, made)
+    source.make_source(sdist, release, made)
     assert content(tree) == content(made)
 
 

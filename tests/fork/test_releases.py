@@ -59,9 +59,7 @@ def test_series_applies(
 ) -> None:
     release = load_release(version)
 
-    source.make_source(
-        sdist(release), release.series, release.pinned, tmp_path / "tree"
-    )
+    source.make_source(sdist(release), release, tmp_path / "tree")
 
     text = (tmp_path / "tree/vllm/platforms/cpu.py").read_text()
     assert "Legacy setting: the default of --kv-cache-memory-bytes" in text
@@ -85,7 +83,7 @@ def test_slot_mapping_fallback_takes_what_its_caller_gives(
     """Only 0.32.0 needs a patch for that; see there."""
     release = load_release(version)
     tree = tmp_path / "tree"
-    source.make_source(sdist(release), release.series, release.pinned, tree)
+    source.make_source(sdist(release), release, tree)
 
     fallback = (tree / "vllm/utils/cpu_triton_utils.py").read_text()
     kernel = (tree / "vllm/v1/worker/block_table.py").read_text()
@@ -117,11 +115,11 @@ def test_own_copies_differ_or_the_shared_patch_does_not_apply(
                     shared.read_bytes()
                 ):
                     continue
+                series = (*release.series[:number], shared)
                 with pytest.raises(BuildError, match="does not match the source"):
                     source.make_source(
                         sdist(release),
-                        [*release.series[:number], shared],
-                        False,
+                        replace(release, series=series),
                         tmp_path / "tree",
                     )
     assert compared
@@ -143,9 +141,8 @@ def test_unknown_release_is_refused_in_one_line() -> None:
 
 
 def test_wheel_without_a_native_wheel_is_refused_in_one_line(tmp_path: Path) -> None:
-    (version,) = (
-        v for v, pin in read_pins()["release"].items() if "native-wheel" not in pin
-    )
+    pins = read_pins()["release"]
+    version = next(v for v, pin in pins.items() if "native-wheel" not in pin)
 
     result = cpu_wheel("wheel", "--dist-dir", str(tmp_path), CPU_WHEEL_RELEASE=version)
 
@@ -236,8 +233,8 @@ def test_round_trip_changes_no_byte(tmp_path: Path, patches: Path) -> None:
 def test_worktree_is_the_patched_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "overlay_files", lambda pinned: [])
-    source.make_source(sdist(PINNED), PINNED.series, True, tmp_path / "source")
+    monkeypatch.setattr(source, "overlay_files", lambda release: [])
+    source.make_source(sdist(PINNED), PINNED, tmp_path / "source")
 
     tree = tmp_path / "tree"
     queue.make_worktree(sdist(PINNED), PINNED, tree)
@@ -271,9 +268,7 @@ def test_planner_of_the_newest_release(tmp_path: Path) -> None:
     """Its engine has the functions elsewhere, and plans the same budgets."""
     newest = load_release(RELEASES[0])
     tree = tmp_path / "tree"
-    source.unpack(sdist(newest), tree)
-    source.apply_patches(tree, newest.series, allow_offset=True)
-    source.add_overlay(tree, source.overlay_files(pinned=True))
+    source.make_source(sdist(newest), newest, tree)
     shutil.rmtree(tree / "vllm.egg-info")  # the version that it says has no +cpu
 
     def plans(folder: Path) -> list[Any]:
@@ -392,7 +387,7 @@ def test_worktree_imports_its_own_vllm(tmp_path: Path, patches: Path) -> None:
     modules = [f"{tree}/vllm/_C.abi3.so", f"{tree}/vllm/platforms/__init__.py"]
     assert [word for word in found if word in modules] == modules
     assert "<vllm.platforms.cpu.CpuPlatform" in found
-    for name in source.overlay_files(pinned=True):
+    for name in source.overlay_files(PINNED):
         path = tree / name
         assert path.samefile(ROOT / name)
     queue.git(tree, "add", "--all")

@@ -13,7 +13,7 @@ import pytest
 from cpu_wheel import source
 from cpu_wheel.errors import BuildError
 from cpu_wheel.paths import ROOT
-from cpu_wheel.pins import Release, read_series
+from cpu_wheel.pins import Release, load_release, read_series
 
 LINES = [f"line {number}\n" for number in range(1, 41)]
 
@@ -197,7 +197,7 @@ def test_archive_that_would_leave_its_folder(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
 
     with pytest.raises(BuildError, match=r"bad\.tar\.gz .*escaped"):
-        source.make_source(archive, [], True, tmp_path / "in" / "tree")
+        source.make_source(archive, load_release(), tmp_path / "in" / "tree")
 
     assert list((tmp_path / "in").iterdir()) == []
     assert not (tmp_path / "escaped").exists()
@@ -211,7 +211,7 @@ def test_interruption_leaves_nothing(
 
     monkeypatch.setattr(source, "apply_patches", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        source.make_source(sdist, [], True, tmp_path / "in" / "tree")
+        source.make_source(sdist, load_release(), tmp_path / "in" / "tree")
 
     assert list((tmp_path / "in").iterdir()) == []
 
@@ -225,7 +225,7 @@ def test_overlay_does_not_replace_upstreams_files(small_tree: Path) -> None:
 
 
 def test_overlay_is_in_the_tree(tree: Path) -> None:
-    files = source.overlay_files(pinned=True)
+    files = source.overlay_files(load_release())
     assert Path("tests/platforms/test_cpu_kv_cache_budget.py") in files
     assert not [path for path in files if path.parts[:2] == ("tests", "fork")]
     for path in files:

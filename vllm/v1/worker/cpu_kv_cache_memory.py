@@ -8,6 +8,7 @@ import mmap
 import torch
 
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.numa_utils import get_libnuma
 
@@ -17,7 +18,7 @@ MAX_NODES = 1024  # the most that Linux can be built for
 
 
 def kv_cache_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return the memory of a KV cache, as VLLM_CPU_KVCACHE_COMMIT asks for on CPU.
+    """Return the memory of a KV cache, on CPU committed as the user asks for.
 
     Args:
         num_bytes: The exact size of the storage, more than 0.
@@ -27,11 +28,18 @@ def kv_cache_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
         A tensor of int8, all zeros.
 
     """
-    if device.type != "cpu" or envs.VLLM_CPU_KVCACHE_COMMIT != "on-use":
+    on_use = envs.VLLM_CPU_KVCACHE_COMMIT == "on-use"
+    setting = "VLLM_CPU_KVCACHE_COMMIT=on-use"
+    # --enable-extensible-kv-cache, from 0.34.0 on, in the configuration of the worker
+    config = get_current_vllm_config_or_none()
+    flag = getattr(config and config.cache_config, "_cpu_commit_on_use", None)
+    if flag is not None:
+        on_use, setting = flag, "--enable-extensible-kv-cache"
+    if device.type != "cpu" or not on_use:
         return torch.zeros(num_bytes, dtype=torch.int8, device=device)
     logger.info(
-        "The KV cache is reserved now and committed on use "
-        "(VLLM_CPU_KVCACHE_COMMIT=on-use)."
+        "The KV cache is reserved now and committed on use (%s).",
+        setting,
     )
     return zeros_committed_on_use(num_bytes)
 
