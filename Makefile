@@ -109,9 +109,9 @@ upstream-tests: install ## compare upstream's own tests on stock and patched
 	@$(PIP) -c constraints.txt --group upstream-tests
 	$(PY) -m checks.upstream_tests
 
-pr: install stock ## write the pull request to build/pr/ and run upstream's hooks
+pr: install stock ## write the pull request NAME=X to build/pr/ and run upstream's hooks
 	@$(PIP) -c constraints.txt --group upstream-tests --group pull-request
-	$(PY) -m pull_request.make $(if $(UPSTREAM),--upstream "$(UPSTREAM)")
+	$(PY) -m pull_request.make "$(NAME)" $(if $(UPSTREAM),--upstream "$(UPSTREAM)")
 
 bench-budget: install ## what vllm kv-budget takes, and what is used of its plans
 	$(PY) -m benchmarks.kv_budget

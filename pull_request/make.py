@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make pr`: what goes into the pull request to vLLM, in build/pr/.
+"""`make pr NAME=X`: one of the pull requests to vLLM, in build/pr/X/.
 
-The branch has upstream's tree as its base, the pinned sdist or a git repository, and
-one commit for each patch that belongs into the pull request, with our tests of the
-CPU platform in the commit after which they pass. PR.md follows the template of that
-tree. Sign-off is left to the human who submits.
+The branch has the tree of the newest release as its base, or a git repository's. It
+holds one commit: the patches that pulls.toml names, and their tests. PR.md follows the
+template of that tree. Sign-off is left to the human who submits.
 """
 
 import argparse
 import dataclasses
-import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
-from typing import Any
 
-from checks import matrix, upstream_tests
+from checks import upstream_tests
 from checks.junit import count, run_pytest
 from cpu_wheel import queue
 from cpu_wheel.errors import BuildError
@@ -30,25 +28,34 @@ from cpu_wheel.settings import Settings
 
 WORK = BUILD / "pr"
 TEXT = Path(__file__).with_name("template.md")
-# What only the pull request needs: the job that runs our tests, for one.
+# What only a pull request needs: the job that runs our tests, for one.
 EXTRA = PATCHES / "pull-request" / "series"
+BASE = "base"
 MADE = "refs/made/pull-request"
-# The patch after which a test file passes, or with which a helper of tests comes.
-TESTS = {
-    "tests/platforms/cpu_kv_cache_child.py": "Leave-the-null-block",
-    "tests/platforms/cpu_kv_cache_jobs.py": "Leave-the-null-block",
-    "tests/platforms/cpu_kv_cache_server.py": "Leave-the-null-block",
-    "tests/platforms/cpu_kv_cache_utils.py": "Keep-VLLM_CPU",
-    "tests/platforms/test_cpu_kv_cache_space.py": "Reject-a-kv_cache",
-    "tests/platforms/test_cpu_kv_cache_budget.py": "Keep-VLLM_CPU",
-    "tests/platforms/test_cpu_kv_cache_allocation.py": "Keep-VLLM_CPU",
-    "tests/platforms/test_cpu_kv_cache_messages.py": "Leave-the-null-block",
-    "tests/platforms/test_cpu_kv_cache_server.py": "Leave-the-null-block",
-    "tests/platforms/test_cpu_kv_cache_entry_points.py": "Leave-the-null-block",
-}
-# What the patches of another pull request change, each at least one of the two.
-MEMORY = ("vllm/utils/cpu_resource_utils.py", "vllm/v1/core/memory_check.py")
 TRAILER = re.compile(r"[A-Z][A-Za-z-]+: .+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """A pull request, as pulls.toml describes it."""
+
+    title: str
+    patches: list[str]
+    tests: list[str]
+    suites: list[str]
+    overview: str
+    details: str
+    duplicates: str
+    search: list[str]
+    after: list[str] = dataclasses.field(default_factory=list)
+    job: list[str] = dataclasses.field(default_factory=list)
+    allocation: bool = False
+
+
+def read_pulls() -> dict[str, Pull]:
+    """Return the pull requests by name, in the order in which they can be sent."""
+    with Path(__file__).with_name("pulls.toml").open("rb") as file:
+        return {name: Pull(**pull) for name, pull in tomllib.load(file).items()}
 
 
 def split(patch: bytes) -> tuple[str, dict[str, str], str]:
@@ -66,46 +73,67 @@ def split(patch: bytes) -> tuple[str, dict[str, str], str]:
     return message, trailers, f"---\n{diff}"
 
 
-def left_out(patch: bytes) -> str:
-    """Return why a patch is not part of the pull request, or nothing if it is."""
-    head, trailers, diff = split(patch)
-    if release := trailers.get("Applied-Upstream"):
-        return f"upstream has it since {release}"
-    if trailers["Forwarded"] == "not-needed":
-        return "only this fork needs it"
-    if "] [Build]" in head:
-        return "the build is a pull request of its own"
-    if any(f"+++ b/{path}\n" in diff for path in MEMORY):
-        return "the memory that is available is a pull request of its own"
-    return ""
+def forwarded(patch: bytes) -> bool:
+    """Return whether a patch goes upstream: it is neither there nor ours alone."""
+    _, trailers, _ = split(patch)
+    return trailers.get("Forwarded") == "no"
 
 
-def write_patches(release: Release, folder: Path) -> list[Path]:
-    """Write the patches of the pull request to a folder, and say which are left out.
+def patches(release: Release, parts: list[str]) -> list[Path]:
+    """Return the patches of a release's series with these parts in their names.
 
     Raises:
-        BuildError: A test of the CPU platform belongs to no patch.
+        BuildError: One is not in the series, or does not go upstream.
     """
-    tests = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/platforms/*.py")}
-    if tests != set(TESTS):
-        raise BuildError(f"{Path(__file__).name}: TESTS is not {sorted(tests)}")
-    written = []
-    for patch in (*release.series, *read_series(EXTRA)):
-        content = patch.read_bytes()
-        if why := left_out(content):
-            print(f"pr: without {patch.name}: {why}", file=sys.stderr)
-            continue
-        head, _, diff = split(content)
-        for test, title in TESTS.items():
-            if title in patch.name:
+    found = []
+    for part in parts:
+        named = [p for p in (*release.series, *read_series(EXTRA)) if part in p.name]
+        if len(named) != 1 or not forwarded(named[0].read_bytes()):
+            raise BuildError(
+                f"pulls.toml: {part!r} is not one patch of {release.version} "
+                f"with Forwarded: no, but {[p.name for p in named]}"
+            )
+        found += named
+    return found
+
+
+def newest_release(name: str) -> Release:
+    """Return the newest release whose series has all that a pull request needs."""
+    pulls = read_pulls()
+    for version in read_pins()["release"]:
+        release = load_release(version)
+        try:
+            for needed in (*pulls[name].after, name):
+                patches(release, pulls[needed].patches)
+        except BuildError as error:
+            why = error
+        else:
+            return release
+    raise why
+
+
+def commit(folder: Path, files: list[Path], tests: list[str], title: str) -> None:
+    """Commit patches, and tests of this repository, as one commit."""
+    base = queue.git(folder, "rev-parse", "HEAD").strip()
+    bodies = []
+    with tempfile.TemporaryDirectory(prefix=".patches-", dir=folder.parent) as scratch:
+        written: list[Path] = []
+        for patch in files:
+            head, _, diff = split(patch.read_bytes())
+            bodies.append(head.partition("\n\n")[2].strip())
+            for test in [] if written else tests:
                 diff += new_file(test, (ROOT / test).read_text())
-        path = folder / patch.name
-        path.write_bytes(f"{head}\n{diff}".encode())
-        written.append(path)
-    return written
+            written.append(Path(scratch) / patch.name)
+            written[-1].write_bytes(f"{head}\n{diff}".encode())
+        queue.apply(folder, written)
+    queue.git(folder, "reset", "--quiet", "--soft", base)
+    message = "\n\n".join([title, *bodies])
+    queue.git(folder, "commit", "--quiet", "--message", message)
 
 
-def make_branch(release: Release, cache: Path, upstream: str, folder: Path) -> None:
+def make_branch(
+    release: Release, cache: Path, upstream: str, folder: Path, name: str
+) -> None:
     """Make the git repository whose branch is the pull request.
 
     Args:
@@ -113,6 +141,7 @@ def make_branch(release: Release, cache: Path, upstream: str, folder: Path) -> N
         cache: The folder of downloads.
         upstream: A git repository to clone, or nothing for the release's sdist.
         folder: The repository to make; one that nobody changed is made anew.
+        name: The pull request. Those that it needs come before it, below BASE.
 
     Raises:
         BuildError: Somebody worked in the folder, or a patch does not apply.
@@ -126,12 +155,17 @@ def make_branch(release: Release, cache: Path, upstream: str, folder: Path) -> N
     if upstream:
         queue.git(folder.parent, "clone", "--quiet", Path(upstream).absolute(), folder)
         queue.git(folder, "checkout", "--quiet", "-B", queue.BRANCH)
-        queue.git(folder, "branch", "--force", queue.UPSTREAM)
     else:
         empty = dataclasses.replace(release, series=())
         queue.make_worktree(fetch(release.sdist, cache), empty, folder)
-    with tempfile.TemporaryDirectory(prefix=".patches-", dir=folder.parent) as scratch:
-        queue.apply(folder, write_patches(release, Path(scratch)))
+    pulls = read_pulls()
+    for needed in pulls[name].after:
+        pull = pulls[needed]
+        commit(folder, patches(release, pull.patches), pull.tests, pull.title)
+    queue.git(folder, "branch", "--force", BASE)
+    pull = pulls[name]
+    files = patches(release, pull.patches + pull.job)
+    commit(folder, files, pull.tests, pull.title)
     queue.git(folder, "update-ref", MADE, "HEAD")
 
 
@@ -145,76 +179,76 @@ def allocation() -> str:
     return result.stdout.replace("| stock | fork |", "| before | after |").strip()
 
 
-def stored(path: Path, command: str) -> dict[str, Any]:
-    """Return stored results.
+def validation(folder: Path, release: Release, pull: Pull) -> str:
+    """Return the results of the pull request's tests and of upstream's suites.
 
     Raises:
-        BuildError: There are none.
+        BuildError: A test of the pull request fails.
     """
-    if not path.exists():
-        raise BuildError(f"{path} does not exist; run `{command}` first")
-    results: dict[str, Any] = json.loads(path.read_text())
-    return results
-
-
-def own_tests(branch: Path, version: str) -> str:
-    """Return the results of our tests, as a list."""
-    print("pr: testing the branch ...", file=sys.stderr)
-    test = next(name for name in TESTS if name.endswith("budget.py"))
-    build = upstream_tests.link(branch / "vllm", WORK / "build")
-    outcomes = run_pytest([f"{branch}/{test}"], build, ROOT, WORK / "budget.xml", 120)
-    counts = count(outcomes.values())
-    if counts["failed"] or not counts["passed"]:
-        raise BuildError(f"{test} fails on {branch}, see {WORK / 'budget.log'}")
-    results = stored(matrix.RESULTS, "make matrix")
-    cell = matrix.show(results["releases"][version], "allocation")
-    return (
-        f"- `{test}` on this branch: {counts['passed']} passed, "
-        f"{counts['failed']} failed\n"
-        f"- engines, `test_cpu_kv_cache_allocation.py` on {version} built with these "
-        f"patches: {cell} ({results['machine']}, {results['date']})"
-    )
+    said = []
+    if pull.tests:
+        print("pr: testing the branch ...", file=sys.stderr)
+        build = upstream_tests.link(folder / "vllm", folder.parent / "build")
+        tests = [f"{folder}/{test}" for test in pull.tests]
+        report = folder.parent / "tests.xml"
+        counts = count(run_pytest(tests, build, ROOT, report, 600).values())
+        if counts["failed"] or not counts["passed"]:
+            raise BuildError(f"{pull.tests} on {folder}: {counts}, see {report}")
+        said.append(
+            f"`pytest {' '.join(pull.tests)}` on this branch: "
+            f"{counts['passed']} passed, {counts['failed']} failed."
+        )
+    if pull.suites:
+        results = upstream_tests.check(upstream_tests.RELEASES[0], pull.suites)
+        said += [
+            "Upstream's own suites, before and after all patches of the series, test "
+            "by test. What fails on both sides mostly needs a model hub:",
+            upstream_tests.table({upstream_tests.RELEASES[0]: results}),
+        ]
+    return "\n\n".join(said) or "See below."
 
 
 def size(branch: Path) -> str:
     """Return how many lines the branch adds and takes, by kind of file."""
     sums: dict[str, list[int]] = {}
-    numbers = queue.git(branch, "diff", "--numstat", queue.UPSTREAM, queue.BRANCH)
+    numbers = queue.git(branch, "diff", "--numstat", BASE, queue.BRANCH)
     for line in numbers.splitlines():
         added, taken, path = line.split("\t")
-        kind = path.partition("/")[0]
-        both = sums.setdefault(kind, [0, 0])
+        both = sums.setdefault(path.partition("/")[0], [0, 0])
         both[0] += int(added)
         both[1] += int(taken)
     return ", ".join(f"`{k}/`: +{a} -{t}" for k, (a, t) in sorted(sums.items())) + "."
 
 
-def write_text(branch: Path, release: Release) -> str:
+def write_text(branch: Path, release: Release, pull: Pull) -> str:
     """Return the text of the pull request.
 
     Raises:
-        BuildError: A result is missing, or the template has other sections.
+        BuildError: A test fails, or the template has other sections.
     """
     template = (branch / ".github/PULL_REQUEST_TEMPLATE.md").read_text()
     text = TEXT.read_text()
     sections, ours = (re.findall(r"^## .*", t, re.MULTILINE) for t in (template, text))
     if sections != ours:
         raise BuildError(f"upstream's template has {sections}, {TEXT.name} {ours}")
-    log = queue.git(
-        branch, "log", "--reverse", "--format=%s", f"{queue.UPSTREAM}..{queue.BRANCH}"
+    subjects = [
+        " ".join(re.findall(r"^Subject: \[PATCH\] (.*(?:\n .*)*)", p, re.MULTILINE))
+        for p in (path.read_text() for path in patches(release, pull.patches))
+    ]
+    allocated = (
+        "\nKV cache tokens that the engine allocates, before and after (0.32.0, test "
+        f"model of 35 layers, dummy weights):\n\n{allocation()}\n"
     )
-    measured, tested = allocation(), own_tests(branch, release.version)
-    judged = stored(upstream_tests.RESULTS, "make upstream-tests")
-    compared = {release.version: judged["releases"][release.version]}
+    search = 'gh pr list --repo vllm-project/vllm --state open --search "{}"'
     filled = text.format(
-        commits="\n".join(f"- {subject}" for subject in log.splitlines()),
-        allocation=measured,
-        commands="\n".join(f"pytest {test}" for test in TESTS if "/test_" in test),
-        results=tested,
-        base=release.version,
-        where=f"{judged['machine']}, {judged['date']}",
-        upstream_tests=upstream_tests.table(compared),
+        overview=pull.overview,
+        commits="\n".join(f"- {' '.join(s.split())}" for s in subjects),
+        allocation=allocated if pull.allocation else "",
+        validation=validation(branch, release, pull),
+        details=pull.details,
         size=size(branch),
+        duplicates=pull.duplicates.strip(),
+        searches="\n".join(map(search.format, pull.search)),
     )
     _, line, checklist = template.partition("\n---\n")
     checklist = re.sub(r"- \[ \] (AI assistance)", r"- [x] \1", line + checklist)
@@ -228,26 +262,34 @@ def run_hooks(branch: Path) -> int:
         pre-commit's status; its output says what failed, or cannot be downloaded.
     """
     command = [sys.executable, "-m", "pre_commit", "run"]
-    command += ["--from-ref", queue.UPSTREAM, "--to-ref", queue.BRANCH]
+    command += ["--from-ref", BASE, "--to-ref", queue.BRANCH]
     return subprocess.run(command, cwd=branch).returncode
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="pull_request.make", description=__doc__)
+    pulls = read_pulls()
+    parser = argparse.ArgumentParser(
+        prog="pull_request.make",
+        description=__doc__,
+        epilog="names: " + ", ".join(pulls),
+    )
+    parser.add_argument("name", choices=pulls, metavar="NAME")
     parser.add_argument("--upstream", default="", metavar="REPOSITORY")
-    upstream = parser.parse_args().upstream
-    settings = Settings.from_environment()
-    newest = next(iter(read_pins()["release"]))
-    release = load_release(newest if upstream else None)
-    branch = WORK / "branch"
+    arguments = parser.parse_args()
+    release = newest_release(arguments.name)
+    cache = Settings.from_environment().cache
+    pull, folder = pulls[arguments.name], WORK / arguments.name
+    branch = folder / "branch"
     try:
-        make_branch(release, settings.cache, upstream, branch)
-        (WORK / "PR.md").write_text(write_text(branch, release))
+        make_branch(release, cache, arguments.upstream, branch, arguments.name)
+        (folder / "PR.md").write_text(write_text(branch, release, pull))
         status = run_hooks(branch)
     except BuildError as error:
         sys.exit(f"pr: {error}")
-    print(f"\n{branch}, branch {queue.BRANCH}; {WORK / 'PR.md'}")
-    print("Yours to do: review each line, `git rebase --signoff`, push, open.")
+    print(f"""
+{branch}, branch {queue.BRANCH}; {folder / "PR.md"}
+Yours to do: review each line, then make the commit yours and push it:
+git commit --amend --no-edit --reset-author --signoff --trailer 'Assisted-by: TOOL'""")
     return status
 
 

@@ -17,7 +17,7 @@ from checks.junit import Outcome
 from cpu_wheel import queue
 from cpu_wheel.errors import BuildError
 from cpu_wheel.paths import ROOT
-from cpu_wheel.pins import load_release, read_pins, read_series
+from cpu_wheel.pins import load_release, read_pins
 from cpu_wheel.settings import Settings
 from pull_request import make as pr
 
@@ -235,34 +235,54 @@ def test_matrix_table() -> None:
     ]
 
 
+PULLS = pr.read_pulls()
+
+
 @pytest.fixture(scope="module")
 def branch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pull request that can be sent first, on the newest release."""
     folder = tmp_path_factory.mktemp("pr") / "branch"
-    pr.make_branch(PINNED, Settings.from_environment().cache, "", folder)
+    cache = Settings.from_environment().cache
+    pr.make_branch(pr.newest_release("budget"), cache, "", folder, "budget")
     return folder
 
 
-def test_branch_holds_what_goes_upstream(branch: Path) -> None:
-    messages = queue.git(branch, "log", "--format=%B%x00", "upstream..patched")
-    commits = [m.strip() for m in messages.split("\0") if m.strip()]
-
-    goes = [p for p in PINNED.series if not pr.left_out(p.read_bytes())]
-    goes += read_series(pr.EXTRA)
-    assert len(commits) == len(goes)
-    assert len(goes) < len(PINNED.series)
-    for message in commits:
-        assert re.match(r"(\[\w+\])+ \S", message)
-        assert not re.search(
-            r"^(Origin|Forwarded|Applied-Upstream|Last-Update|Signed-off-by):",
-            message,
-            re.MULTILINE,
-        )
-        assert "\n\n" in message, "a message says why"
+def test_branch_is_one_commit_with_its_tests(branch: Path) -> None:
+    assert queue.git(branch, "rev-list", "--count", "upstream..patched") == "1"
+    message = queue.git(branch, "log", "-1", "--format=%B")
+    assert message.startswith(f"{PULLS['budget'].title}\n\n")
+    assert not re.search(
+        r"^(Origin|Forwarded|Applied-Upstream|Last-Update|Signed-off-by):",
+        message,
+        re.MULTILINE,
+    )
     changed = queue.git(branch, "diff", "--name-only", "upstream", "patched").split()
-    assert set(pr.TESTS) < set(changed)
-    assert not [path for path in changed if path.startswith("tests/fork/")]
+    (test,) = (path for path in changed if path.startswith("tests/"))
+    assert [test] == PULLS["budget"].tests
+    assert (branch / test).read_text() == (ROOT / test).read_text()
+    assert len((branch / test).read_text().splitlines()) <= 60
     assert "setup.py" not in changed
-    assert all((branch / t).read_text() == (ROOT / t).read_text() for t in pr.TESTS)
+
+
+def test_each_patch_that_goes_upstream_has_one_pull_request() -> None:
+    """Those of any release, and none that only this fork needs."""
+    for version in read_pins()["release"]:
+        for patch in load_release(version).series:
+            pulls = [
+                name
+                for name, pull in PULLS.items()
+                if any(part in patch.name for part in pull.patches)
+            ]
+            goes = pr.forwarded(patch.read_bytes())
+            assert len(pulls) == goes, f"{patch.name}: {pulls}"
+
+
+@pytest.mark.parametrize("name", PULLS)
+def test_what_a_pull_request_needs_comes_before_it(name: str) -> None:
+    names = list(PULLS)
+    assert all(names.index(needed) < names.index(name) for needed in PULLS[name].after)
+    assert pr.newest_release(name)
+    assert set(PULLS[name].suites) <= set(upstream_tests.SUITES)
 
 
 @pytest.fixture
@@ -279,16 +299,21 @@ def upstream(branch: Path, tmp_path: Path) -> Path:
     return folder
 
 
+def make(upstream: Path, folder: Path) -> None:
+    release = pr.newest_release("budget")
+    pr.make_branch(release, folder.parent, str(upstream), folder, "budget")
+
+
 def test_branch_of_an_upstream_tree(
     branch: Path, upstream: Path, tmp_path: Path
 ) -> None:
     made = tmp_path / "made"
 
-    pr.make_branch(PINNED, tmp_path, str(upstream), made)
+    make(upstream, made)
 
-    base = queue.git(made, "rev-parse", "upstream")
+    base = queue.git(made, "rev-parse", pr.BASE)
     assert base == queue.git(upstream, "rev-parse", "main")
-    difference = ("diff", "--numstat", "upstream", "patched")
+    difference = ("diff", "--numstat", pr.BASE, "patched")
     assert queue.git(made, *difference) == queue.git(branch, *difference)
 
 
@@ -297,11 +322,11 @@ def test_branch_is_made_anew_unless_somebody_worked_in_it(
 ) -> None:
     made = tmp_path / "made"
     for _ in range(2):
-        pr.make_branch(PINNED, tmp_path, str(upstream), made)
+        make(upstream, made)
     queue.git(made, "commit", "--quiet", "--amend", "-m", "reworded")
 
     with pytest.raises(BuildError, match="has work in it"):
-        pr.make_branch(PINNED, tmp_path, str(upstream), made)
+        make(upstream, made)
 
 
 def test_tree_that_is_too_different_is_refused(upstream: Path, tmp_path: Path) -> None:
@@ -309,16 +334,7 @@ def test_tree_that_is_too_different_is_refused(upstream: Path, tmp_path: Path) -
     queue.git(upstream, "commit", "--quiet", "--all", "-m", "Change")
 
     with pytest.raises(BuildError, match=r"0001-.* does not apply"):
-        pr.make_branch(PINNED, tmp_path, str(upstream), tmp_path / "made")
-
-
-@pytest.mark.parametrize("release", [PINNED, NEWEST], ids=lambda r: r.version)
-def test_each_test_has_its_commit(tmp_path: Path, release: object) -> None:
-    written = pr.write_patches(release, tmp_path)  # type: ignore[arg-type]
-
-    text = "".join(path.read_text() for path in written)
-    for test in pr.TESTS:
-        assert text.count(f"\n+++ b/{test}\n") == 1
+        make(upstream, tmp_path / "made")
 
 
 def test_report_of_a_compiled_release(
