@@ -527,6 +527,8 @@ def plan_deploy(
         for node, total in (machine.available or machine.memory).items()
     ]
     if machine.limit is not None:
+        if len(places) == 1:
+            places = []  # the same memory
         everywhere = {plan.stage.stage_id: len(plan.nodes) for plan in bound}
         places.append((machine.limited_by, machine.limit, everywhere))
     shortages = [too_little_memory(bound, *place) for place in places]
