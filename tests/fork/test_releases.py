@@ -422,8 +422,7 @@ def test_refresh_of_another_release_writes_only_its_own(
     release = next(
         release
         for release in map(load_release, RELEASES)
-        if release.series[0].parent != PATCHES
-        and release.series[-1].parent == PATCHES
+        if release.series[0].parent != PATCHES and release.series[-1].parent == PATCHES
     )
     own = patches / release.series[0].relative_to(PATCHES)
     substance = substances(patches)
