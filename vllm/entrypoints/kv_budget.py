@@ -199,10 +199,13 @@ def describe_ranks(plan: Plan, budget: KVBudget) -> Iterator[str]:
         for group in dict.fromkeys(rank.groups):
             count = rank.groups.count(group)
             times = f"{count} x " if count > 1 else ""
+            prompt = ""
+            if group.blocks_of_a_prompt > group.blocks_per_request:
+                prompt = f", {group.blocks_of_a_prompt} during its prompt"
             yield (
                 f"  group          {times}{group.kind}: {group.num_layers} layers, "
                 f"{group.block_size:,} tokens a block, "
-                f"{group.blocks_per_request} blocks a request"
+                f"{group.blocks_per_request} blocks a request{prompt}"
             )
 
 
@@ -226,12 +229,28 @@ def describe_given(plan: Plan, budget: KVBudget, given: Allocation) -> Iterator[
 
 def describe_blocks(budget: KVBudget) -> str:
     """Return the blocks of the budget as the sum that they are."""
-    requests = budget.max_num_seqs * budget.blocks_per_request
+    prompts = budget.blocks_in_flight
+    requests = budget.max_num_seqs * budget.blocks_per_request + prompts
     held_back = budget.num_blocks - 1 - requests
-    watermark = f" + {held_back} of the watermark" if held_back else ""
+    in_flight = f" + {prompts} for prompts" if prompts else ""
+    what = "of the watermark" if budget.watermark else "of the start-up check"
+    rest = f" + {held_back} {what}" if held_back else ""
     return (
         f"{budget.num_blocks} blocks = {budget.max_num_seqs} x "
-        f"{budget.blocks_per_request} + 1 null block{watermark}"
+        f"{budget.blocks_per_request}{in_flight} + 1 null block{rest}"
+    )
+
+
+def describe_decision(budget: KVBudget) -> Iterator[str]:
+    """Yield a line if the engine asks for more than its requests hold."""
+    if budget.num_blocks == budget.held_blocks:
+        return
+    who = "admission of a prompt"
+    if budget.admission_blocks < budget.num_blocks:
+        who = "the start-up check"
+    yield (
+        f"  decided by     {who}: requests hold at most {budget.held_blocks - 1} "
+        "blocks beside the null block"
     )
 
 
@@ -256,6 +275,7 @@ def as_text(plan: Plan) -> str:
         "Budget, per rank",
         f"  to start       {format_bytes(budget.start_bytes)}: {start}",
         f"  no preemption  {needed}",
+        *describe_decision(budget),
     ]
     if plan.given is not None:
         lines += ["", *describe_given(plan, budget, plan.given)]

@@ -46,6 +46,9 @@ PROG = "vllm kv-budget"
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 MEASURE = "measure"
+PLANNED = {"ar", "generation"}
+"""The kinds of stages whose models vLLM builds."""
+NO_CACHE = "0 bytes: the model has no KV cache"
 
 OPTIONS = {
     *("--deploy", "--output", "--force", "--front-end-cores", "--measure", "--json")
@@ -247,7 +250,7 @@ def read_stages(path: Path, model: str) -> list[Stage]:
                     for key, value in (config.yaml_runtime.get("env") or {}).items()
                 },
                 why_measure=None
-                if kind == "ar"
+                if kind in PLANNED
                 else f"the engine cannot describe the cache of a {kind} stage",
             )
         )
@@ -279,6 +282,12 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
     """
     # vllm-omni lets a stage be longer than its model's positions too.
     environment = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", **stage.env}
+    kept = stage.engine_args.get("kv_cache_memory_bytes")
+    if kept is not None and (not isinstance(kept, int) or kept <= 0):
+        raise ValueError(
+            f"stage {stage.stage_id}: kv_cache_memory_bytes={kept!r}: expected a "
+            "number of bytes such as 2147483648"
+        )
     if stage.why_measure is None:
         try:
             with patch.dict(os.environ, {**environment, SPACE: "0"}):
@@ -291,20 +300,14 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
             raise ValueError(f"stage {stage.stage_id}: {one_line(error)}") from error
         budget = plan.budget
         if budget is None:
-            return StagePlan(stage, 0, "the model needs no KV cache", plan)
+            return StagePlan(stage, 0, NO_CACHE, plan)
         reason = (
             f"{short(budget.num_bytes)} per rank: {describe_blocks(budget)}, for "
             f"max_num_seqs={budget.max_num_seqs} requests of "
             f"max_model_len={budget.max_model_len}"
         )
         return StagePlan(stage, budget.num_bytes, reason, plan)
-    kept = stage.engine_args.get("kv_cache_memory_bytes")
     if kept is not None:
-        if not isinstance(kept, int) or kept <= 0:
-            raise ValueError(
-                f"stage {stage.stage_id}: kv_cache_memory_bytes={kept!r}: expected a "
-                "number of bytes such as 2147483648"
-            )
         reason = f"{MEASURE}: {short(kept)} per rank as it was, {stage.why_measure}"
         return StagePlan(stage, kept, reason, None)
     with patch.dict(os.environ, environment):
@@ -615,7 +618,10 @@ def write_section(document: Any, deploy: DeployPlan) -> None:
         engine_args = child(entry, "engine_args") if nested else entry
         env = child(child(entry, "runtime") if nested else entry, "env")
         no_value = "kv_cache_memory_bytes" not in plan.stage.engine_args
-        if plan.num_bytes == 0 or (plan.plan is None and no_value):
+        if plan.num_bytes == 0 and "kv_cache_memory_bytes" in engine_args:
+            text = f"without effect, {plan.reason}"
+            annotate(engine_args, "kv_cache_memory_bytes", text)
+        elif plan.num_bytes == 0 or (plan.plan is None and no_value):
             annotate(entry, "stage_id", plan.reason)
         else:
             engine_args["kv_cache_memory_bytes"] = plan.num_bytes
@@ -714,7 +720,12 @@ def run(args: argparse.Namespace) -> int:
     source, target = Path(args.deploy), args.output and Path(args.output)
     if args.model_tag is None:
         raise ValueError("--deploy needs the model that the file is for: MODEL")
-    given = {text.partition("=")[0] for text in sys.argv if text.startswith("-")}
+    # As vLLM's parser, which takes --front_end_cores too.
+    given = {
+        text.partition("=")[0].replace("_", "-")
+        for text in sys.argv
+        if text.startswith("-")
+    }
     if others := sorted(given - OPTIONS - {str(args.front_end_cores)}):
         raise ValueError(
             f"{others[0]}: with --deploy, engine arguments come from the file"

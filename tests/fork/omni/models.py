@@ -36,7 +36,7 @@ QWEN3_TTS: dict[str, Any] = {
 SPEECH_TOKENIZER = {
     "model_type": "qwen3_tts_tokenizer_12hz",
     "encoder_config": {"num_hidden_layers": 1},
-    "decoder_config": {"num_hidden_layers": 1},
+    "decoder_config": {"num_hidden_layers": 1, "codebook_dim": 512},
 }
 FEATURE_EXTRACTOR = {
     "feature_extractor_type": "EncodecFeatureExtractor",

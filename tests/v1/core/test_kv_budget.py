@@ -82,15 +82,20 @@ def test_talker(tmp_path: Path) -> None:
 
 @pytest.mark.forked
 def test_reference(tmp_path: Path) -> None:
-    """Four groups of 16 blocks and a sliding one of 3, 7 layers each."""
+    """Four groups of 16 blocks and a sliding one of 2, 7 layers each.
+
+    One of the two requests holds a third block while its prompt is computed.
+    """
     budget = plan(tmp_path, "reference", max_model_len=2048, max_num_batched_tokens=128)
 
-    assert budget.blocks_per_request == 67
+    assert budget.blocks_per_request == 66
+    assert budget.num_blocks == 1 + 2 * 66 + 1
     assert budget.bytes_per_block == 7 * MiB // 4
     groups = [
-        (g.kind, g.num_layers, g.blocks_per_request) for g in budget.ranks[0].groups
+        (g.kind, g.num_layers, g.blocks_per_request, g.blocks_of_a_prompt)
+        for g in budget.ranks[0].groups
     ]
-    assert groups == [(FULL, 7, 16)] * 4 + [("sliding_window", 7, 3)]
+    assert groups == [(FULL, 7, 16, 16)] * 4 + [("sliding_window", 7, 2, 3)]
 
 
 @pytest.mark.forked
@@ -305,8 +310,11 @@ def test_room_beside_the_watermark(watermark: float, per_request: int) -> None:
             max_model_len=1,
             ranks=(),
             blocks_per_request=per_request,
-            start_blocks=1,
-            start_bytes=1,
+            blocks_in_flight=0,
+            start_blocks=1 + per_request,
+            start_bytes=1 + per_request,
+            held_blocks=blocks,
+            admission_blocks=blocks,
             num_blocks=blocks,
             num_bytes=blocks,
             watermark=watermark,

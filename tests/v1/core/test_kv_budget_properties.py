@@ -15,18 +15,18 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.v1.core.kv_budget_engine import engine_args
-from vllm import SamplingParams
+from tests.v1.core.kv_budget_schedules import (
+    Layers,
+    finish_step,
+    make_request,
+    make_scheduler,
+    run_random_schedule,
+)
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_budget import UNLIMITED_MEMORY, KVBudget, plan_kv_budget
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
@@ -37,14 +37,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_SIZES = [16, 32, 64, 128]
-Layers = dict[str, KVCacheSpec]
-
-
 Configs = dict[str, VllmConfig]
 
 
@@ -206,24 +200,6 @@ def test_ranks_share_the_number_of_blocks(
     get_kv_cache_configs(config, specs, [budget.start_bytes] * ranks)
 
 
-def make_scheduler(
-    config: VllmConfig, layers: Layers, num_bytes: int
-) -> tuple[Scheduler, int]:
-    """A scheduler over the blocks of a budget, and its hash block size."""
-    configs = get_kv_cache_configs(config, [dict(layers)], [num_bytes])
-    kv_cache_config = generate_scheduler_kv_cache_config(configs)
-    config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
-    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
-    scheduler = Scheduler(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
-        hash_block_size=hash_block_size,
-    )
-    return scheduler, hash_block_size
-
-
 def grow(
     scheduler: Scheduler, prompts: list[list[int]], hash_block_size: int
 ) -> tuple[int, int, int]:
@@ -234,20 +210,10 @@ def grow(
 
     """
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(hash_block_size, sha256)
-    max_model_len = scheduler.max_model_len
     for number, tokens in enumerate(prompts):
-        scheduler.add_request(
-            Request(
-                request_id=str(number),
-                prompt_token_ids=tokens,
-                sampling_params=SamplingParams(
-                    max_tokens=max_model_len - len(tokens), ignore_eos=True
-                ),
-                pooling_params=None,
-                block_hasher=hasher,
-            )
-        )
+        max_tokens = scheduler.max_model_len - len(tokens)
+        request = make_request(number, tokens, max_tokens, hash_block_size)
+        scheduler.add_request(request)
     pool = scheduler.kv_cache_manager.block_pool
     running = preemptions = peak = 0
     while scheduler.has_unfinished_requests():
@@ -256,20 +222,7 @@ def grow(
         running = max(running, len(scheduler.running))
         preemptions += len(output.preempted_req_ids or ())
         peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
-        ids = list(output.num_scheduled_tokens)
-        sampled = []
-        for req_id in ids:
-            request = scheduler.requests[req_id]
-            ends_prefill = request.num_computed_tokens >= request.num_tokens
-            sampled.append([0] if ends_prefill else [])
-        scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
-                sampled_token_ids=sampled,
-            ),
-        )
+        finish_step(scheduler, output)
     return running, preemptions, peak
 
 
@@ -340,3 +293,62 @@ def test_tight_for_full_attention(base_configs: Configs, random: Random) -> None
 
     assert results[0] == (max_num_seqs, 0)
     assert results[1] != (max_num_seqs, 0)
+
+
+def windowed_case(random: Random, bases: Configs) -> tuple[VllmConfig, Layers]:
+    """A configuration with layers that release old tokens, alone or beside others."""
+    block_size = random.choice([16, 32])
+    shape = {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": 64,
+        "dtype": torch.bfloat16,
+    }
+    window = random.choice([block_size, 2 * block_size, 1, random.randint(1, 100)])
+    chunk = block_size * random.randint(1, 4)
+    other: KVCacheSpec = random.choice(
+        [
+            SlidingWindowSpec(**shape, sliding_window=window),
+            ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk),
+        ]
+    )
+    specs = [other] * random.randint(1, 3)
+    specs += [FullAttentionSpec(**shape)] * random.randint(0, 1)
+    max_num_seqs = random.randint(1, 6)
+    config = replaced(
+        bases[random.choice(["full", "full", "draft"])],
+        max_model_len=random.randint(30, 300),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=random.randint(16, 300),
+        block_size=block_size,
+        prefix_caching=random.choice([False, True]),
+    )
+    # Below 9, eight drafted tokens fail an assertion of the scheduler.
+    threshold = random.choice([0, 0, random.randint(9, 64)])
+    config.scheduler_config.long_prefill_token_threshold = threshold
+    return config, {f"layers.{i}": spec for i, spec in enumerate(specs)}
+
+
+def check_random_schedule(bases: Configs, seed: int) -> None:
+    config, layers = windowed_case(Random(seed), bases)
+    budget = plan_kv_budget(config, [layers])
+    assert budget is not None
+
+    outcome = run_random_schedule(config, layers, budget.num_bytes, seed)
+
+    assert outcome.preemptions == 0, seed
+    assert outcome.waits == 0, seed
+    assert outcome.peak < budget.held_blocks, seed
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_random_schedules(base_configs: Configs, first: int) -> None:
+    for seed in range(first, first + 100):
+        check_random_schedule(base_configs, seed)
+
+
+@pytest.mark.slow_test
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+def test_ten_thousand_random_schedules(base_configs: Configs, first: int) -> None:
+    for seed in range(first, first + 1000):
+        check_random_schedule(base_configs, seed)

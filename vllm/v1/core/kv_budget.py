@@ -7,11 +7,13 @@ the functions by which the engine groups layers, lays out blocks and decides whe
 it can start; what is added is how many requests there are, the null block that the
 block pool keeps for itself, and what a request takes and the engine does not count.
 
-`kv_cache_sizes` knows where each release has these functions.
+`kv_cache_sizes` knows where each release has these functions, `kv_cache_in_flight`
+what sliding windows and chunks hold.
 """
 
 import copy
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +21,9 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_in_flight import Prefills, Window, prefills, windowed_spec
 from vllm.v1.core.kv_cache_sizes import (
     KVCacheSpecs,
-    estimate_max_model_len,
     get_kv_cache_configs,
     max_memory_usage_bytes,
     pool_bytes_per_block,
@@ -56,7 +58,10 @@ class LayerGroup:
     block_size: int
     """Tokens per block; for Mamba layers, per state."""
     blocks_per_request: int
-    """Blocks that a request of max_model_len may hold at once."""
+    """The most blocks that a request of max_model_len holds once its prompt is
+    computed."""
+    blocks_of_a_prompt: int
+    """The most that one holds while its prompt is computed."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,20 @@ class KVBudget:
     max_model_len: int
     ranks: tuple[RankBudget, ...]
     blocks_per_request: int
+    """The most blocks of a request whose prompt is computed."""
+    blocks_in_flight: int
+    """The blocks that prompts take beyond these, of all requests together."""
     start_blocks: int
     start_bytes: int
     """The least budget with which the engine starts."""
+    held_blocks: int
+    """The pool with which no request is preempted, the null block among it."""
+    admission_blocks: int
+    """The pool with which a prompt of full length is admitted beside the others."""
     num_blocks: int
     num_bytes: int
     """The budget with which max_num_seqs requests of max_model_len run at once
-    and none is preempted."""
+    and none is preempted: the larger of the two above, and of what starts."""
     watermark: float
     """The share of all blocks that the scheduler keeps free beside a request."""
 
@@ -95,9 +107,10 @@ class KVBudget:
 
     def num_requests(self, num_blocks: int) -> int:
         """How many requests of max_model_len fit at once into num_blocks blocks."""
-        alone = (num_blocks - 1) // self.blocks_per_request
+        alone = num_blocks >= self.start_blocks
         beside = num_blocks - 1 - int(self.watermark * num_blocks)
-        return max(beside // self.blocks_per_request, min(alone, 1), 0)
+        beside -= self.blocks_in_flight
+        return max(beside // self.blocks_per_request, int(alone))
 
 
 @dataclass(frozen=True)
@@ -147,19 +160,6 @@ def _needed_blocks(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> i
     return needed // pool_bytes_per_block(vllm_config, groups)
 
 
-def _with_room_for_drafts(vllm_config: VllmConfig) -> VllmConfig:
-    """Return a copy in which the slots of drafted tokens are in flight too.
-
-    Sliding and chunked layers are charged for what is in flight, in which the engine
-    counts no drafted tokens, though it takes blocks for them. With no more than its
-    own count it starts, and then preempts a request or waits for a block for ever.
-    """
-    config = copy.copy(vllm_config)
-    config.scheduler_config = copy.copy(vllm_config.scheduler_config)
-    config.scheduler_config.max_num_batched_tokens += vllm_config.num_lookahead_tokens
-    return config
-
-
 def _uncounted_blocks(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> int:
     """Return the blocks that a request takes in a group beyond the engine's count."""
     cache_config = vllm_config.cache_config
@@ -173,22 +173,69 @@ def _uncounted_blocks(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> int:
     return blocks
 
 
-def _blocks_per_request(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
-    """Return the blocks that a request of max_model_len may hold at once."""
+def _windows(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> list[Window]:
+    """Return the windows of the groups that release old tokens."""
+    specs = [spec for group in groups if (spec := windowed_spec(group)) is not None]
+    return [Window.of(vllm_config, spec) for spec in specs]
+
+
+def _constant_blocks(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """Return what a request of max_model_len takes in groups that keep all tokens."""
     uncounted = sum(_uncounted_blocks(vllm_config, group) for group in groups)
-    return _needed_blocks(_with_room_for_drafts(vllm_config), groups) + uncounted
+    windows = _windows(vllm_config, groups)
+    counted = sum(window.engine_count for window in windows)
+    return _needed_blocks(vllm_config, groups) - counted + uncounted
+
+
+@dataclass(frozen=True)
+class _Need:
+    """The blocks that requests of max_model_len need, without the null block."""
+
+    per_request: int
+    in_flight: int
+    to_admit: int
+    """What must be free to admit a request of full length."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> "_Need":
+        scheduler_config = vllm_config.scheduler_config
+        constant = _constant_blocks(vllm_config, groups)
+        windows = _windows(vllm_config, groups)
+        mode = prefills(vllm_config, groups)
+        num_tokens = scheduler_config.max_num_batched_tokens
+        if mode is Prefills.UNBOUNDED:
+            num_tokens = vllm_config.max_in_flight_tokens
+        in_flight = sum(
+            window.above_decoding(
+                scheduler_config.max_num_seqs,
+                num_tokens,
+                mode,
+                bool(vllm_config.cache_config.enable_prefix_caching),
+            )
+            for window in windows
+        )
+        return cls(
+            per_request=constant + sum(window.decoding for window in windows),
+            in_flight=in_flight,
+            to_admit=constant + sum(window.admission for window in windows),
+        )
 
 
 def _describe_group(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> LayerGroup:
     # A pipeline stage may have no layer of a group, whose blocks then hold nothing.
-    bytes_per_block = pool_bytes_per_block(vllm_config, [group])
+    per_request = of_a_prompt = 0
+    if pool_bytes_per_block(vllm_config, [group]):
+        need = _Need.of(vllm_config, [group])
+        per_request = of_a_prompt = need.per_request
+        for window in _windows(vllm_config, [group]):
+            of_a_prompt = window.held(vllm_config.max_in_flight_tokens)
+            of_a_prompt += _uncounted_blocks(vllm_config, group)
     return LayerGroup(
         kind=get_kv_cache_spec_kind(group.kv_cache_spec).value,
         num_layers=len(group.layer_names),
         block_size=group.kv_cache_spec.block_size,
-        blocks_per_request=_blocks_per_request(vllm_config, [group])
-        if bytes_per_block
-        else 0,
+        blocks_per_request=per_request,
+        blocks_of_a_prompt=of_a_prompt,
     )
 
 
@@ -232,32 +279,46 @@ def plan_kv_budget(
     config = _planning_config(vllm_config)
     ranks = []
     start_bytes = 0
+    needs = []
     groups_of_ranks = _plan_groups(config, kv_cache_specs)
     for specs, groups in zip(kv_cache_specs, groups_of_ranks, strict=True):
+        need = _Need.of(config, groups)
+        needs.append(need)
         rank = RankBudget(
             bytes_per_block=pool_bytes_per_block(config, groups),
             bytes_per_token=_bytes_per_token(specs),
             groups=tuple(_describe_group(config, group) for group in groups),
-            blocks_per_request=_blocks_per_request(config, groups),
+            blocks_per_request=need.per_request,
         )
         ranks.append(rank)
         start_blocks = 1 + _needed_blocks(config, groups)
         start_bytes = max(start_bytes, start_blocks * rank.bytes_per_block)
     # All ranks have the blocks of the one that can afford the fewest.
     largest_block = max(rank.bytes_per_block for rank in ranks)
-    blocks_per_request = max(rank.blocks_per_request for rank in ranks)
+    blocks_per_request = max(need.per_request for need in needs)
+    in_flight = max(need.in_flight for need in needs)
+    to_admit = max(need.to_admit for need in needs) - blocks_per_request
     scheduler_config = config.scheduler_config
-    watermark = scheduler_config.watermark if scheduler_config.max_num_seqs > 1 else 0
-    num_blocks = _blocks_beside_watermark(
-        1 + scheduler_config.max_num_seqs * blocks_per_request, watermark
+    max_num_seqs = scheduler_config.max_num_seqs
+    watermark = scheduler_config.watermark if max_num_seqs > 1 else 0
+    held_blocks = _blocks_beside_watermark(
+        1 + max_num_seqs * blocks_per_request + in_flight, watermark
     )
+    admission_blocks = _blocks_beside_watermark(
+        1 + max_num_seqs * blocks_per_request + to_admit, watermark
+    )
+    start_blocks = start_bytes // largest_block
+    num_blocks = max(held_blocks, admission_blocks, start_blocks)
     return KVBudget(
-        max_num_seqs=scheduler_config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_model_len=config.model_config.max_model_len,
         ranks=tuple(ranks),
         blocks_per_request=blocks_per_request,
-        start_blocks=start_bytes // largest_block,
+        blocks_in_flight=max(in_flight, to_admit),
+        start_blocks=start_blocks,
         start_bytes=start_bytes,
+        held_blocks=held_blocks,
+        admission_blocks=admission_blocks,
         num_blocks=num_blocks,
         num_bytes=num_blocks * largest_block,
         watermark=scheduler_config.watermark,
@@ -307,23 +368,16 @@ def longest_model_len(
 
     """
     config = _planning_config(vllm_config)
-    lengths = []
-    for groups in _plan_groups(config, kv_cache_specs):
-        bytes_per_block = pool_bytes_per_block(config, groups)
-        num_blocks = num_bytes // bytes_per_block
-        watermark = config.scheduler_config.watermark if num_requests > 1 else 0
-        usable = num_blocks - 1 - int(watermark * num_blocks)
-        blocks_per_request = usable // num_requests - sum(
-            _uncounted_blocks(config, group) for group in groups
-        )
-        lengths.append(
-            estimate_max_model_len(
-                _with_room_for_drafts(config),
-                groups,
-                blocks_per_request * bytes_per_block,
-            )
-        )
-    return min(lengths)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.max_num_seqs = num_requests
+    longest = config.model_config.max_model_len
+
+    def num_bytes_for(length: int) -> int:
+        config.model_config.max_model_len = length
+        budget = plan_kv_budget(config, kv_cache_specs)
+        return budget.num_bytes if budget is not None else 0
+
+    return bisect_right(range(1, longest + 1), num_bytes, key=num_bytes_for)
 
 
 def shorten_max_model_len(

@@ -62,19 +62,6 @@ def max_memory_usage_bytes(
     )
 
 
-def estimate_max_model_len(
-    vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], num_bytes: int
-) -> int:
-    """Return the tokens of the longest request that num_bytes hold, or 0."""
-    if kv_cache_planning is None:
-        return kv_cache_utils._estimate_max_model_len_from_groups(
-            vllm_config, groups, num_bytes
-        )
-    return kv_cache_planning._estimate_max_model_len_from_groups(
-        _builder(vllm_config), vllm_config, groups, num_bytes
-    )
-
-
 def _builder(vllm_config: VllmConfig):
     from vllm.v1.core import kv_cache_config_builder  # type: ignore[attr-defined]
 
