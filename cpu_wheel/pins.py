@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from cpu_wheel.errors import BuildError
 from cpu_wheel.files import sha256
 from cpu_wheel.paths import PATCHES, ROOT
@@ -132,6 +130,7 @@ def load_release(version: str | None = None) -> Release:
             f"release {version!r} is not in upstream.toml, which has: {known}"
         ) from None
     native_wheel = pin.get("native-wheel")
+    newest_first = list(pins["release"])
     return Release(
         version=version,
         wheel_version=f"{version}+cpu.kv{pins['revision']}",
@@ -146,5 +145,7 @@ def load_release(version: str | None = None) -> Release:
         series_file=PATCHES / pin["series"],
         series=read_series(PATCHES / pin["series"]),
         pinned=version == pins["pinned"],
-        whole_overlay=Version(version) >= Version(pins["pinned"]),
+        whole_overlay=(
+            newest_first.index(version) <= newest_first.index(pins["pinned"])
+        ),
     )

@@ -248,7 +248,8 @@ def branch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_branch_is_one_commit_with_its_tests(branch: Path) -> None:
-    assert queue.git(branch, "rev-list", "--count", "upstream..patched") == "1"
+    commits = queue.git(branch, "rev-list", "upstream..patched").split()
+    assert len(commits) == 1
     message = queue.git(branch, "log", "-1", "--format=%B")
     assert message.startswith(f"{PULLS['budget'].title}\n\n")
     assert not re.search(

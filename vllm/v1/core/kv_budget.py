@@ -16,6 +16,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -447,10 +448,12 @@ def fit_kv_cache(
         )
         num_bytes = override * budget.bytes_per_block
         budget = replace(budget, num_blocks=override, num_bytes=num_bytes)
-    # Planning alone does without this, also on a release that has no such module.
-    from vllm.v1.core.memory_check import gather_plans
+    plans = [(budget.num_blocks, budget.num_bytes)]
+    # Not every release that can fit has the patch with this module.
+    if find_spec("vllm.v1.core.memory_check"):
+        from vllm.v1.core.memory_check import gather_plans
 
-    plans = gather_plans(vllm_config, (budget.num_blocks, budget.num_bytes))
+        plans = gather_plans(vllm_config, plans[0])
     if override is None and len(set(plans)) > 1:
         ranks = ", ".join(
             f"rank {rank}: {num_blocks} blocks, {format_bytes(num_bytes)}"
