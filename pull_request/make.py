@@ -73,6 +73,8 @@ def left_out(patch: bytes) -> str:
         return "only this fork needs it"
     if "] [Build]" in head:
         return "the build is a pull request of its own"
+    if "] [Core]" in head:
+        return "sleep is a pull request of its own"
     return ""
 
 
