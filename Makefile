@@ -11,7 +11,7 @@ ifdef RELEASE
 export CPU_WHEEL_RELEASE := $(RELEASE)
 endif
 
-.PHONY: all packaging-tools table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-packaging test-omni lint bench-budget bench-memory matrix upstream-tests pr clean distclean help
+.PHONY: all packaging-tools table install wheel source series packager-series packaging verify worktree refresh stock test test-all test-packaging test-groups test-omni lint bench-budget bench-memory matrix upstream-tests pr clean distclean help
 
 all: table
 
@@ -76,13 +76,18 @@ PYTEST := VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: install stock lint ## the tests of every change
-	$(PYTEST) -m 'not slow_test and not packaging_test and not omni_test'
+	$(PYTEST) -m 'not slow_test and not packaging_test and not cgroup_test and not omni_test'
 
 test-all: install stock lint test-packaging ## all tests but those with vllm-omni
-	$(PYTEST) -m 'not packaging_test and not omni_test'
+	$(PYTEST) -m 'not packaging_test and not cgroup_test and not omni_test'
 
 test-packaging: packaging-tools install stock ## tests with a distribution's tools
 	$(PYTEST) -m packaging_test tests/fork
+
+# One engine at a time: what several take together is what these tests are about.
+test-groups: install ## tests in real control groups, as root
+	@$(PY) -m tests.v1.core.control_groups
+	$(PY) -m pytest -m 'cgroup_test and not slow_test' tests/v1
 
 # A folder of its own: in an environment vllm-omni's plugin would change every engine.
 build/omni/ready: tests/fork/omni/requirements.txt $(VENV)/tools
