@@ -4,7 +4,6 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,13 @@ def in_engine_child(commit: str, function: Callable[[], Any], core: str = "0") -
 
     """
     return in_child(
-        partial(
-            with_variables,
-            function,
-            VLLM_CPU_KVCACHE_COMMIT=commit,
-            VLLM_ENABLE_V1_MULTIPROCESSING=core,
-            # What a worker holds is asked by sending it a function.
-            VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-            HF_HUB_OFFLINE="1",
-        )
+        with_variables,
+        function=function,
+        VLLM_CPU_KVCACHE_COMMIT=commit,
+        VLLM_ENABLE_V1_MULTIPROCESSING=core,
+        # What a worker holds is asked by sending it a function.
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+        HF_HUB_OFFLINE="1",
     )
 
 
