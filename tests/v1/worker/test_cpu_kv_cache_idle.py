@@ -50,7 +50,9 @@ def config_with(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("value", "seconds"), [("0", 0), ("2.5", 2.5), ("600", 600)])
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("", 0), ("0", 0), ("2.5", 2.5), ("600", 600)]
+)
 def test_idle_seconds(
     monkeypatch: pytest.MonkeyPatch, value: str, seconds: float
 ) -> None:
@@ -60,7 +62,7 @@ def test_idle_seconds(
     assert envs.VLLM_CPU_KVCACHE_IDLE_RELEASE == "unused"
 
 
-@pytest.mark.parametrize("value", ["", "1m", "-1", "nan", "inf", "1e99"])
+@pytest.mark.parametrize("value", ["1m", "1_0", "-1", "nan", "inf", "1e99"])
 def test_bad_idle_seconds_are_refused(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

@@ -52,6 +52,9 @@ def test_memory_and_tokens(model: str, level: int, commit: str) -> None:
         engine = start(model)
         found: dict[str, Any] = {"started": rss_anon(), "tokens": []}
         (found["addresses"], _), *_ = engine.collective_rpc(kv_cache_of)
+        engine.sleep(level=1)
+        found["without a cache"] = rss_anon()
+        engine.wake_up()
         for _ in range(2):
             found["tokens"].append(generate(engine))
             found["awake"] = rss_anon()
@@ -71,7 +74,10 @@ def test_memory_and_tokens(model: str, level: int, commit: str) -> None:
     assert found["awake"] > own + 0.9 * BUDGET
     asleep, is_asleep = found["asleep"]
     assert is_asleep
-    assert asleep < 1.05 * own - (0.9 * WEIGHTS if level == 2 else 0)
+    assert asleep < 1.05 * own
+    if level == 2:
+        # oneDNN's copy too, of the weight that reads tokens and writes them.
+        assert asleep < found["without a cache"] - 0.9 * WEIGHTS
     assert found["discarded"] == (found["addresses"], False)
     taken, is_asleep = found["woken"]
     assert not is_asleep

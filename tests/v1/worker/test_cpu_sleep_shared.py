@@ -5,12 +5,12 @@
 The memory is that of a control group, which each test makes and removes.
 """
 
+import contextlib
 import ctypes
 import mmap
 import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.platforms.cpu_kv_cache_utils import (
 from tests.v1.core.control_groups import (
     GiB,
     Group,
+    MiB,
     control_group,
     memory_controller,
     needs_groups,
@@ -144,76 +145,74 @@ def test_all_serve_in_turn(tmp_path: Path, group: Group, commit: str) -> None:
     assert all(one == tokens[0] for one in tokens)
 
 
-def test_not_all_serve_without_sleep(tmp_path: Path, group: Group) -> None:
-    """What stock vLLM does: the kernel kills the one for which nothing is left."""
+def test_not_all_are_there_without_sleep(tmp_path: Path, group: Group) -> None:
+    """As on stock vLLM: not one sleeps, so one is killed or does not start."""
     model = write_model(tmp_path / "model", llama(LAYERS, KV_HEADS, HEAD_DIM))
     engines: list[Engine] = []
     try:
-        with pytest.raises(EOFError):
-            for _ in range(3):
-                engines.append(Engine(model, "startup", group))
+        for _ in range(3):
+            engines.append(Engine(model, "startup", group))
+            with contextlib.suppress(EOFError):
                 engines[-1].ask()
-        engines[-1].process.join(10)
-        assert -signal.SIGKILL in [engine.process.exitcode for engine in engines]
+        for engine in engines:
+            engine.process.join(1)
+        assert not all(engine.process.is_alive() for engine in engines)
     finally:
         for engine in engines:
             engine.stop()
 
 
 def waking_without_memory(
-    model: str, group: Group, missing: int, **arguments: Any
+    model: str, group: Group, needed: int, missing: int, **arguments: Any
 ) -> list[Any]:
     """Report on an engine that wakes up while so much is missing, and once more."""
     enter(group)
+    group = Group(memory_controller())  # as it is mounted now
     engine = LLM(model, **(ARGUMENTS | {"load_format": "dummy"} | arguments))
-    tokens, _ = generate(engine)
-    before = group.usage()
-    engine.sleep(level=1)
-    released = before - group.usage()
-    others = mmap.mmap(-1, MEMORY - group.usage() - released + missing)
-    others.write(bytes(len(others)))
-    asleep, found = group.usage(), []
     try:
-        engine.wake_up()
-    except RuntimeError as error:
-        found.append(str(error))
-    found += [is_sleeping(engine), group.usage() - asleep]
-    others.close()
-    found += [engine.wake_up(), generate(engine)[0] == tokens]
-    engine.llm_engine.engine_core.shutdown()
-    return found
+        tokens, _ = generate(engine)
+        engine.sleep(level=1)
+        others = mmap.mmap(-1, MEMORY - group.usage() - needed + missing)
+        others.write(bytes(len(others)))
+        asleep, found = group.usage(), []
+        try:
+            engine.wake_up()
+        except Exception as error:  # a core of its own wraps that of its workers
+            found.append(str(error))
+        found += [is_sleeping(engine), group.usage() - asleep]
+        others.close()
+        return [*found, engine.wake_up(), generate(engine)[0] == tokens]
+    finally:
+        engine.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("needed", "missing", "arguments"),
-    [
-        pytest.param("256.0 MiB", GiB // 8, {}, id="alone"),
-        # Enough for one of two ranks, which have the budget each.
-        pytest.param(
-            *("512.0 MiB", GiB // 8, {"tensor_parallel_size": 2}),
-            id="TP",
-            marks=needs_two_cores,
-        ),
-    ],
+    "ranks", [1, pytest.param(2, marks=needs_two_cores)], ids=["alone", "TP"]
 )
 def test_memory_that_is_gone_at_wake_up(
-    tmp_path: Path, group: Group, needed: str, missing: int, arguments: dict[str, Any]
+    tmp_path: Path, group: Group, ranks: int
 ) -> None:
-    """An engine that finds too little memory sleeps on, and wakes up later."""
+    """An engine that finds too little memory sleeps on, and wakes up later.
+
+    What is missing is less than what one of two ranks needs.
+    """
     model = write_model(tmp_path / "model", llama(LAYERS, KV_HEADS, HEAD_DIM))
-    run: Callable[[], Any] = partial(
-        waking_without_memory, model, group, missing, **arguments
+    needed = ranks * ARGUMENTS["kv_cache_memory_bytes"]
+    report = partial(
+        waking_without_memory,
+        *(model, group, needed, 128 * MiB),
+        tensor_parallel_size=ranks,
     )
-    if arguments:
-        run = partial(with_variables, run, **TWO_RANKS)
 
     error, sleeps, taken, awake, same = in_engine_child(
-        "startup", run, core="1" if arguments else "0"
+        "startup",
+        partial(with_variables, report, **(TWO_RANKS if ranks == 2 else {})),
+        core="1" if ranks == 2 else "0",
     )
 
-    assert f"needs {needed} to wake up" in error
+    assert f"needs {needed // MiB}.0 MiB to wake up" in error
     assert "The engine sleeps on" in error
     assert sleeps
-    assert taken < GiB // 16
+    assert taken < 64 * MiB
     assert (awake, same) == (True, True)
     assert group.kills() == 0
