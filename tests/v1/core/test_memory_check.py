@@ -134,6 +134,17 @@ def test_whole_blocks_are_checked_not_the_budget(
     assert run_engine(tmp_path, kv_cache_memory_bytes=FITS + BLOCK).answer is None
 
 
+def test_number_of_blocks_needs_no_share_of_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The model alone takes more than gpu_memory_utilization leaves."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    share = {"gpu_memory_utilization": 0.001}
+
+    assert run_engine(tmp_path, **share).answer is None
+    assert run_engine(tmp_path, **share, num_gpu_blocks_override=68).answer == 68
+
+
 def test_length_that_fits_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
