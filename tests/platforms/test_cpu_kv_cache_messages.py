@@ -11,9 +11,6 @@ block of 128 tokens takes 1.75 MiB, a request of 2,048 tokens 67 blocks.
 """
 
 import argparse
-import json
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +19,17 @@ import pytest
 import regex as re
 import torch
 
-from tests.platforms.cpu_kv_cache_child import in_child
-from tests.platforms.cpu_kv_cache_utils import (
-    REFERENCE_ARGUMENTS,
-    REFERENCE_MODEL,
-    GiB,
-    MiB,
+from tests.platforms.cpu_kv_cache_child import (
+    FITS,
+    engine_arguments,
+    run_engine,
+    use_cpu,
 )
-from vllm import LLM, envs
+from tests.platforms.cpu_kv_cache_utils import REFERENCE_BLOCK as BLOCK
+from tests.platforms.cpu_kv_cache_utils import GiB, MiB
+from vllm import LLM
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -43,60 +40,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker import cpu_worker
 
-BLOCK = 7 * MiB // 4
-# 67 blocks and the null block
-FITS = 68 * BLOCK
-
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.platforms._current_platform", CpuPlatform())
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    envs.disable_envs_cache()
-
-
-def engine_arguments(folder: Path, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of an engine, whose config.json goes to folder."""
-    (folder / "config.json").write_text(json.dumps(REFERENCE_MODEL))
-    return {"model": str(folder), **REFERENCE_ARGUMENTS, **kwargs}
-
-
-def answer(ask: Callable[[LLM], Any], arguments: dict[str, Any]) -> SimpleNamespace:
-    lines: list[str] = []
-    make_record = logging.getLogRecordFactory()
-
-    def keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make_record(*args, **kwargs)
-        lines.append(record.getMessage())
-        return record
-
-    # Handlers would not outlive the engine's own configuration of logging.
-    logging.setLogRecordFactory(keep)
-    answered, error = None, ""
-    try:
-        answered = ask(LLM(**arguments))
-    except Exception as exception:
-        error = str(exception)
-    return SimpleNamespace(answer=answered, error=error, log=lines)
-
-
-def num_blocks(engine: LLM) -> int:
-    blocks = engine.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    assert blocks is not None
-    return blocks
-
-
-def run_engine(
-    folder: Path, ask: Callable[[LLM], Any] = num_blocks, **kwargs: Any
-) -> SimpleNamespace:
-    """Start an engine in a forked child and ask it something.
-
-    Returns:
-        What it answered, the error that it did not start with, and what it logged.
-
-    """
-    return in_child(answer, ask=ask, arguments=engine_arguments(folder, **kwargs))
+    use_cpu(monkeypatch)
 
 
 def setting_in(error: str) -> str:

@@ -17,13 +17,9 @@ from pathlib import Path
 import pytest
 import regex as re
 
+from tests.platforms.cpu_kv_cache_child import FITS, run_engine, use_cpu
+from tests.platforms.cpu_kv_cache_utils import REFERENCE_BLOCK as BLOCK
 from tests.platforms.cpu_kv_cache_utils import GiB, MiB
-from tests.platforms.test_cpu_kv_cache_messages import (
-    BLOCK,
-    FITS,
-    cpu,  # noqa: F401
-    run_engine,
-)
 from tests.v1.core.kv_budget_models import qwen3, write_model
 from vllm.utils import cpu_resource_utils, memory_limits
 from vllm.utils.memory_limits import MemoryLimit
@@ -31,6 +27,11 @@ from vllm.v1.core import memory_check
 from vllm.v1.core.memory_check import RankMemory, find_shortage
 
 HOST = 8 * GiB
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cpu(monkeypatch)
 
 
 def rank(size: int, *limits: MemoryLimit, blocks: int = 10) -> RankMemory:
