@@ -118,8 +118,7 @@ bench-budget: install ## what vllm kv-budget takes, and what is used of its plan
 	$(PY) -m benchmarks.kv_budget_peaks
 
 bench-memory: install ## memory, start-up and speed with the KV cache committed on use
-	@$(PIP) -c constraints.txt --group plot
-	$(PY) -m benchmarks.memory --plot
+	$(PY) -m benchmarks.memory
 
 clean: ## remove what was built, keep downloads, worktrees and the environment
 	rm -rf dist $(filter-out build/downloads build/worktree-%,$(wildcard build/*))

@@ -2,8 +2,7 @@
 """What VLLM_CPU_KVCACHE_COMMIT=on-use does to memory, start-up and speed.
 
 `python -m benchmarks.memory` measures three parts and keeps every figure in
-benchmarks/results/memory.json; `--show` prints docs/results/memory.md from there, and
-`--plot` draws docs/results/memory.svg.
+benchmarks/results/memory.json; `--show` prints docs/results/memory.md from there.
 
 - memory: the resident memory of an engine at four points of its life, and how long
   it takes to start, by budget and with and without prefix caching.
@@ -40,7 +39,6 @@ from cpu_wheel.paths import BUILD, ROOT
 from tests.platforms.cpu_kv_cache_child import in_child
 
 RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
-PLOT = ROOT / "docs" / "results" / "memory.svg"
 HEAD = """# Memory, start-up and speed with the KV cache committed on use
 
 `python -m benchmarks.memory --show` prints this page; `make bench-memory` measures it.
@@ -48,10 +46,7 @@ The [guide](../memory.md) says when to use `on-use`.
 
 A model with the geometry of a speech model's talker and dummy weights: 28 layers, 8 KV
 heads of 128, 14 MiB a block, 56 MiB a request of full length (504 tokens). Memory is
-RssAnon unless a column says otherwise.
-
-![RssAnon of the engine when started, after one request, after a burst and when idle, by
-budget, with prefix caching off and on; the table below has the figures](memory.svg)"""
+RssAnon unless a column says otherwise."""
 ABOUT = {
     "memory": """One engine in one process. "burst" is after 24 distinct requests of
 full length, two at a time; "idle" is two seconds later.""",
@@ -275,7 +270,6 @@ def measure(
 ) -> Iterator[Record]:
     """Measure a part and yield a record for each engine."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     import tests.platforms.cpu_kv_cache_server  # noqa: F401 - once, before forks
 
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
@@ -469,11 +463,7 @@ def main() -> None:
         action="store_true",
         help="print docs/results/memory.md from what is stored",
     )
-    parser.add_argument("--plot", action="store_true", help=f"draw {PLOT.name} too")
     arguments = parser.parse_args()
-    if arguments.plot:
-        # Before anything is measured, as it may not be installed.
-        from benchmarks.memory_plot import draw
     parts = [arguments.only] if arguments.only else list(SHOW)
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not arguments.show:
@@ -505,8 +495,6 @@ def main() -> None:
             )
             print("median (least to most):")
             SHOW[part](records)
-    if arguments.plot and "memory" in stored:
-        draw(stored["memory"], PLOT)
 
 
 if __name__ == "__main__":

@@ -449,6 +449,19 @@ def test_refresh_of_another_release_writes_only_its_own(
     assert files(patches) == before
 
 
+def test_copy_that_releases_share_keeps_its_line_numbers(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.patch"
+    text = (
+        b"Subject: x\n\nLast-Update: 2026-01-01\n---\ndiff --git a b\n@@ -%d @@\n+1\n"
+    )
+    copy.write_bytes(text % 1)
+
+    assert not queue.write(copy, text % 2, shared=True)
+    assert copy.read_bytes() == text % 1
+    assert queue.write(copy, text % 2)
+    assert queue.write(copy, text.replace(b"+1", b"+2") % 1, shared=True)
+
+
 @pytest.mark.usefixtures("hostile_git")
 def test_refreshed_series_makes_the_same_worktree(
     tmp_path: Path, patches: Path

@@ -133,6 +133,25 @@ def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
     }
 
 
+def start(
+    log: Path,
+    *command: str | Path,
+    environment: dict[str, str],
+    cwd: Path | None = None,
+) -> subprocess.Popen:
+    """Start a command whose output goes to log, in a process group of its own."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=cwd or log.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
 def kill_group(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -16,10 +16,10 @@ import regex as re
 
 from tests.platforms.cpu_kv_cache_server import (
     READY_WITHIN,
+    VLLM,
     as_flags,
     free_port,
     serve,
-    start,
 )
 from tests.platforms.cpu_kv_cache_utils import (
     BUDGET,
@@ -33,6 +33,7 @@ from tests.platforms.cpu_kv_cache_utils import (
     kill_group,
     needs_two_cores,
     process_environment,
+    start,
     tail,
     write_model,
 )
@@ -146,8 +147,9 @@ def test_serve_refuses_what_is_no_budget(
     tmp_path: Path, variable: str, flags: list[str], message: str
 ) -> None:
     model = write_model(tmp_path / "model", REFERENCE_MODEL)
-    process, log = start(
-        *(tmp_path, "serve", model, *REFERENCE_FLAGS, *flags),
+    log = tmp_path / "log"
+    process = start(
+        *(log, VLLM, "serve", model, *REFERENCE_FLAGS, *flags),
         *("--host", "127.0.0.1", "--port", str(free_port())),
         environment=process_environment(variable),
     )
