@@ -352,3 +352,37 @@ def test_random_schedules(base_configs: Configs, first: int) -> None:
 def test_ten_thousand_random_schedules(base_configs: Configs, first: int) -> None:
     for seed in range(first, first + 1000):
         check_random_schedule(base_configs, seed)
+
+
+SHAPE = {
+    "block_size": 16,
+    "num_kv_heads": 1,
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+}
+KINDS: dict[str, list[KVCacheSpec]] = {
+    "full": [FullAttentionSpec(**SHAPE)],
+    "sliding": [SlidingWindowSpec(**SHAPE, sliding_window=64)],
+    "chunked": [ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)],
+}
+KINDS["sliding-and-full"] = KINDS["sliding"] + KINDS["full"]
+KINDS["chunked-and-full"] = KINDS["chunked"] + KINDS["full"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_five_percent_less_is_too_little(base_configs: Configs, kind: str) -> None:
+    """No seed suffers with the plan; with 5% less one preempts, or waits for blocks
+    beside requests that only generate."""
+    config = replaced(base_configs["full"], 300, 8, 300, 16, False)
+    layers = {f"layers.{i}": spec for i, spec in enumerate(KINDS[kind])}
+    budget = plan_kv_budget(config, [layers])
+    assert budget is not None
+    missing = -(-budget.num_blocks * 5 // 100) * budget.bytes_per_block
+
+    def suffers(num_bytes: int, seed: int) -> bool:
+        outcome = run_random_schedule(config, layers, num_bytes, seed)
+        return outcome.preemptions > 0 or outcome.waits > 0
+
+    seeds = range(40)
+    assert not any(suffers(budget.num_bytes, seed) for seed in seeds)
+    assert any(suffers(budget.num_bytes - missing, seed) for seed in seeds)
