@@ -248,6 +248,29 @@ def test_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.forked
+def test_a_command_line_of_vllm_serve(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With its file of options; what has no effect is named and ignored."""
+    model = write_model(tmp_path, MODELS["talker"])
+    config = tmp_path / "serve.yaml"
+    config.write_text("port: 9000\nmax-num-seqs: 2\nmax_model_len: 2048\n")
+
+    status, output, line = kv_budget(
+        capfd,
+        model,
+        *("--config", str(config), "--enable-auto-tool-choice"),
+        *("--tool-call-parser", "hermes", "--served_model_name", "talker"),
+    )
+
+    assert status == 0
+    assert "484,442,112 bytes (462 MiB): 33 blocks" in output
+    assert line.startswith("vllm kv-budget: ignored, no effect on the cache: ")
+    ignored = set(line.partition("cache: ")[2].split(", "))
+    assert ignored == {"--port", "--enable-auto-tool-choice", "--tool-call-parser"}
+
+
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("variable", "flag", "source"),
     [
@@ -435,6 +458,12 @@ BLOOM = {
             ["--block-size", "16"],
             "No common block size for 16",
             id="block-size-16",
+        ),
+        pytest.param(
+            qwen3(head_dim=80),
+            ["--kv-cache-dtype", "fp8"],
+            "FP8 KV cache requires head_size divisible by 32 on CPU.",
+            id="fp8-with-head-size-80",
         ),
         pytest.param(
             MODELS["full"],

@@ -201,22 +201,33 @@ def test_ranks_share_the_number_of_blocks(
 
 
 def grow(
-    scheduler: Scheduler, prompts: list[list[int]], hash_block_size: int
+    scheduler: Scheduler,
+    prompts: list[list[int]],
+    hash_block_size: int,
+    late: list[int] | None = None,
+    late_step: int = 0,
 ) -> tuple[int, int, int]:
-    """Run requests from their prompts to max_model_len.
+    """Run requests from their prompts to max_model_len; one may come later.
 
     Returns:
         The most that ran at once, the preemptions, and the most blocks in use.
 
     """
     init_none_hash(sha256)
-    for number, tokens in enumerate(prompts):
+
+    def add(number: int, tokens: list[int]) -> None:
         max_tokens = scheduler.max_model_len - len(tokens)
         request = make_request(number, tokens, max_tokens, hash_block_size)
         scheduler.add_request(request)
+
+    for number, tokens in enumerate(prompts):
+        add(number, tokens)
     pool = scheduler.kv_cache_manager.block_pool
-    running = preemptions = peak = 0
+    step = running = preemptions = peak = 0
     while scheduler.has_unfinished_requests():
+        if late and step == late_step:
+            add(len(prompts), late)
+        step += 1
         output = scheduler.schedule()
         assert output.total_num_scheduled_tokens > 0, "the scheduler is stuck"
         running = max(running, len(scheduler.running))
@@ -352,3 +363,38 @@ def test_random_schedules(base_configs: Configs, first: int) -> None:
 def test_ten_thousand_random_schedules(base_configs: Configs, first: int) -> None:
     for seed in range(first, first + 1000):
         check_random_schedule(base_configs, seed)
+
+
+SHAPE = {
+    "block_size": 16,
+    "num_kv_heads": 1,
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+}
+KINDS: dict[str, list[KVCacheSpec]] = {
+    "full": [FullAttentionSpec(**SHAPE)],
+    "sliding": [SlidingWindowSpec(**SHAPE, sliding_window=64)],
+    "chunked": [ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)],
+}
+KINDS["sliding-and-full"] = KINDS["sliding"] + KINDS["full"]
+KINDS["chunked-and-full"] = KINDS["chunked"] + KINDS["full"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_five_percent_less_is_too_little(base_configs: Configs, kind: str) -> None:
+    """All but one request are about to end, when the last comes with a long prompt."""
+    config = replaced(base_configs["full"], 320, 8, 320, 16, False)
+    layers = {f"layers.{i}": spec for i, spec in enumerate(KINDS[kind])}
+    budget = plan(config, layers)
+    missing = -(-budget.num_blocks * 5 // 100) * budget.bytes_per_block
+
+    results = []
+    for num_bytes in (budget.num_bytes, budget.num_bytes - missing):
+        scheduler, hash_block_size = make_scheduler(config, layers, num_bytes)
+        prompts = [[number] for number in range(7)]
+        results.append(grow(scheduler, prompts, hash_block_size, [7] * 319, 318))
+
+    running, preemptions, peak = results[0]
+    assert (running, preemptions) == (8, 0)
+    assert 0.95 * (budget.num_blocks - 1) <= peak < budget.num_blocks
+    assert results[1][:2] != (8, 0)

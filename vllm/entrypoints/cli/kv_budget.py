@@ -3,6 +3,7 @@
 """The `kv-budget` subcommand: arguments only, the work is imported when it runs."""
 
 import argparse
+import dataclasses
 import sys
 import typing
 
@@ -26,6 +27,17 @@ class KVBudgetSubcommand(CLISubcommand):
     def cmd(args: argparse.Namespace) -> None:
         if args.model_tag is not None:
             args.model = args.model_tag
+        ignored = [
+            option
+            for dest, (option, default) in vars(args).get("no_effect", {}).items()
+            if getattr(args, dest) != default
+        ]
+        if ignored and args.deploy is None:
+            names = ", ".join(ignored)
+            print(
+                f"vllm kv-budget: ignored, no effect on the cache: {names}",
+                file=sys.stderr,
+            )
         if args.deploy is not None:
             from vllm.entrypoints.kv_budget_deploy import main
         elif args.output or args.force or args.measure:
@@ -45,11 +57,6 @@ class KVBudgetSubcommand(CLISubcommand):
             description=DESCRIPTION
             + " Starts no engine and loads no weights. Sizes are bytes per rank.",
             usage=f"vllm {self.name} [model_tag] [options]",
-        )
-        parser.add_argument(
-            "model_tag",
-            nargs="?",
-            help="The model: a folder or a name, as --model.",
         )
         parser.add_argument(
             "--json", action="store_true", help="Print JSON instead of text."
@@ -79,12 +86,24 @@ class KVBudgetSubcommand(CLISubcommand):
             help="Say how to measure the stages that cannot be planned.",
         )
         # As for `bench`: engine arguments are costly to declare, so only for this
-        # subcommand.
+        # subcommand. They are those of `vllm serve`, so that its command line can be
+        # planned; `serve` imports the function from wherever a release has it.
         first = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
         if first == self.name:
             from vllm.engine.arg_utils import EngineArgs
+            from vllm.entrypoints.cli import serve
 
-            parser = EngineArgs.add_cli_args(parser)
+            own = {action.dest for action in parser._actions}
+            parser = serve.make_arg_parser(parser)
+            takes = {field.name for field in dataclasses.fields(EngineArgs)}
+            takes |= own | {"model_tag", "config"}
+            parser.set_defaults(
+                no_effect={
+                    action.dest: (action.option_strings[0], action.default)
+                    for action in parser._actions
+                    if action.dest not in takes
+                }
+            )
         parser.epilog = VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=self.name)
         return parser
 

@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader import (
 )
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
@@ -212,13 +213,15 @@ def build_draft_layers(vllm_config: VllmConfig) -> nn.Module | None:
     return proposer.model
 
 
-def check_block_sizes(
+def check_backends(
     vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
 ) -> None:
-    """Refuse a block size that the backend of a layer would refuse once it runs.
+    """Refuse what the backend of a layer would refuse once it runs.
 
     Raises:
         ValueError: If a backend takes neither the block size nor a part of it.
+        NotImplementedError: If it has no kernels for the layer, such as those of an
+            fp8 cache for some head sizes.
 
     """
     layers = get_layers_from_vllm_config(
@@ -229,6 +232,9 @@ def check_block_sizes(
         if isinstance(spec, AttentionSpec) and spec.has_layer_views:
             backend = layers[name].get_attn_backend()
             select_common_block_size(spec.block_size, [backend], [spec])
+            if backend is CPUAttentionBackend:
+                device = torch.device("cpu")
+                backend.get_builder_cls()(spec, [name], vllm_config, device)
 
 
 def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
@@ -262,7 +268,7 @@ def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
         current_platform.update_block_size_for_backend(config)
         layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
         kv_cache_spec = get_kv_cache_spec(config)
-        check_block_sizes(config, kv_cache_spec)
+        check_backends(config, kv_cache_spec)
         return WorkerSpecs(
             kv_cache_spec=kv_cache_spec,
             supported_layouts=[layout.name for layout in layouts],
