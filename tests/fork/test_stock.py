@@ -17,6 +17,7 @@ WITHOUT_AN_ENGINE = ("tests/platforms/test_cpu_kv_cache_budget.py",)
 WITH_ENGINES = (
     "tests/platforms/test_cpu_kv_cache_allocation.py",
     "tests/platforms/test_cpu_kv_cache_messages.py",
+    "tests/v1/worker/test_cpu_sleep.py",
     # Of the entry points, those that one process takes: the others take minutes.
     *(
         f"tests/platforms/test_cpu_kv_cache_entry_points.py::{test}"

@@ -86,6 +86,13 @@ class Server:
         assert not alive, f"still there: {alive}, {tail(self.log)}"
 
 
+def anonymous_memory(process: psutil.Process) -> int:
+    """RssAnon of a process, which a KV cache would be part of, in bytes."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kib) * 1024
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

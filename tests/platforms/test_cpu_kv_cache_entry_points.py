@@ -24,6 +24,7 @@ from transformers import TokenizersBackend
 from tests.platforms.cpu_kv_cache_utils import (
     BUDGET,
     LENGTH,
+    NOT_EAGER,
     PROMPT,
     REFERENCE_ARGUMENTS,
     REFERENCE_BLOCK,
@@ -266,14 +267,6 @@ def test_two_engines_on_one_host(
     assert found["length"] == LENGTH
     assert engine.collective_rpc(held) == [36 * REFERENCE_BLOCK]
     assert generate(engine) == LENGTH
-
-
-# With enforce_eager there is no warm-up, which is what allocates the tensors that
-# a later pipeline stage receives into: the first request ends the engine.
-NOT_EAGER = {
-    "enforce_eager": False,
-    "compilation_config": {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"},
-}
 
 
 @SLOW

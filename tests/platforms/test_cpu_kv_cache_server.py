@@ -10,13 +10,13 @@ import json
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import regex as re
 
 from tests.platforms.cpu_kv_cache_server import (
     READY_WITHIN,
     VLLM,
+    anonymous_memory,
     as_flags,
     free_port,
     serve,
@@ -182,10 +182,3 @@ def test_render_server_holds_no_cache(tmp_path: Path, variable: str) -> None:
 
     assert info["vllm_config"]["cache_config"]["kv_cache_memory_bytes"] is None
     assert held < 2 * GiB
-
-
-def anonymous_memory(process: psutil.Process) -> int:
-    """RssAnon of a process, which a KV cache would be part of, in bytes."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(kib) * 1024
