@@ -8,7 +8,6 @@ template of that tree. Sign-off is left to the human who submits.
 
 import argparse
 import dataclasses
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -189,9 +188,11 @@ def tested_tree(branch: Path, release: Release) -> tuple[Path, str]:
     tree = branch.with_name("tested")
     shutil.rmtree(tree, ignore_errors=True)
     queue.git(branch, "worktree", "add", "--force", "--detach", tree, queue.BRANCH)
+    from vllm.triton_utils import HAS_TRITON  # as the installed vLLM sees it
+
     (without_triton,) = read_pulls()["triton"].patches
     needed = [patch for patch in release.series if without_triton in patch.name]
-    if not needed or importlib.util.find_spec("triton"):
+    if HAS_TRITON or not needed:
         return tree, "this branch"
     queue.apply(tree, needed)
     return tree, "this branch and pull request `triton`, as triton-cpu is not installed"
