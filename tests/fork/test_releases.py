@@ -4,6 +4,7 @@
 The sources come the way a build gets them: from the cache, or from an index.
 """
 
+import ast
 import json
 import os
 import re
@@ -77,6 +78,33 @@ def test_series_applies(
     }
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F"]
     subprocess.run([*ruff, *changed], cwd=tmp_path / "tree", check=True)
+    if release.whole_overlay:
+        # What the `vllm` command imports first: without it no subcommand starts.
+        assert not unknown_imports(
+            tmp_path / "tree", "vllm/entrypoints/cli/kv_budget.py"
+        )
+
+
+def unknown_imports(tree: Path, module: str) -> list[str]:
+    """Return what a module imports of vLLM that a tree does not have."""
+
+    def missing(nodes: list[ast.stmt]) -> list[str]:
+        names = []
+        for node in nodes:
+            if isinstance(node, ast.Try):  # for releases that differ
+                other = missing(node.handlers[0].body)
+                names += other if missing(node.body) else []
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                path = tree / node.module.replace(".", "/")
+                path = (
+                    path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+                )
+                text = path.read_text() if path.exists() else ""
+                names += [a.name for a in node.names if a.name not in text]
+        return names
+
+    code = ast.parse((tree / module).read_text()).body
+    return missing([n for n in code if "vllm" in ast.unparse(n)])
 
 
 @pytest.mark.slow_test

@@ -48,8 +48,12 @@ from tests.platforms.cpu_kv_cache_utils import (
     write_model,
 )
 from vllm import LLM, AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # up to 0.32.0
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 RESULT_WITHIN = 400
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_budget import UNLIMITED_MEMORY, KVBudget, plan_kv_budget
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, init_none_hash
+from vllm.v1.core.kv_cache_sizes import get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
@@ -139,7 +140,7 @@ def plan(config: VllmConfig, layers: Layers) -> KVBudget:
     except (ValueError, NotImplementedError):
         # Then the engine cannot start with them either.
         with pytest.raises((ValueError, NotImplementedError)):
-            get_kv_cache_configs(config, [dict(layers)], [UNLIMITED_MEMORY])
+            get_kv_cache_configs(config, [dict(layers)], UNLIMITED_MEMORY)
         assume(False)
     assert budget is not None
     return budget
@@ -161,7 +162,7 @@ def test_allocation_of_planned_budgets(base_configs: Configs, random: Random) ->
     budget = plan(config, layers)
 
     def allocate(num_bytes: int) -> int:
-        (result,) = get_kv_cache_configs(config, [dict(layers)], [num_bytes])
+        (result,) = get_kv_cache_configs(config, [dict(layers)], num_bytes)
         return result.num_blocks
 
     assert allocate(budget.num_bytes) == budget.num_blocks
@@ -192,12 +193,12 @@ def test_ranks_share_the_number_of_blocks(
     assert budget is not None
     assume(all(rank.bytes_per_block for rank in budget.ranks))
 
-    results = get_kv_cache_configs(config, specs, [budget.num_bytes] * ranks)
+    results = get_kv_cache_configs(config, specs, budget.num_bytes)
 
     assert {result.num_blocks for result in results} == {budget.num_blocks}
     with pytest.raises(ValueError):
-        get_kv_cache_configs(config, specs, [budget.start_bytes - 1] * ranks)
-    get_kv_cache_configs(config, specs, [budget.start_bytes] * ranks)
+        get_kv_cache_configs(config, specs, budget.start_bytes - 1)
+    get_kv_cache_configs(config, specs, budget.start_bytes)
 
 
 def grow(

@@ -8,7 +8,13 @@ import sys
 import typing
 
 from vllm.entrypoints.cli.types import CLISubcommand
-from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
+
+try:
+    from vllm.entrypoints.common.startup import (  # type: ignore[import-not-found]
+        VLLM_SUBCMD_PARSER_EPILOG,
+    )
+except ImportError:  # up to 0.32.0
+    from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
 if typing.TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
