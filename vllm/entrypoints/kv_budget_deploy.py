@@ -720,7 +720,8 @@ class Parser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            message = f"{unknown}: with --deploy, engine arguments come from the file"
+            first = unknown.partition(" ")[0]
+            message = f"{first}: with --deploy, engine arguments come from the file"
         print(f"{PROG}: error: {message}", file=sys.stderr)
         sys.exit(1)
 

@@ -16,6 +16,7 @@ import typing
 from typing import Any, NoReturn
 
 from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.logger import configure_logging_from_args
 
 if typing.TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -111,6 +112,7 @@ def run(arguments: list[str]) -> int:
     if any(arg.partition("=")[0] == "--deploy" for arg in arguments):
         from vllm.entrypoints.kv_budget_deploy import main as plan_deploy
 
+        configure_logging_from_args(argparse.Namespace())
         return plan_deploy(arguments)
     if {"-h", "--help"} & set(arguments):
         print(argparse.ArgumentParser.format_help(make_parser()), end="")
@@ -121,6 +123,7 @@ def run(arguments: list[str]) -> int:
         args = parse_serve_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
+    configure_logging_from_args(args)
     from vllm.entrypoints.kv_budget import main as plan
 
     return plan(args)
