@@ -8,16 +8,16 @@ Budgets are bytes per rank, as everywhere.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from unittest.mock import patch
 
 import transformers
 
@@ -270,6 +270,18 @@ def stage_engine_args(stage: Stage) -> EngineArgs:
     )
 
 
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Add the variables of a stage for a while."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
     """Plan the budget of a stage, or find the one that it has.
 
@@ -278,7 +290,7 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
 
     """
     # vllm-omni lets a stage be longer than its model's positions too.
-    environment = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", **stage.env}
+    variables = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", **stage.env}
     kept = stage.engine_args.get("kv_cache_memory_bytes")
     if kept is not None and (not isinstance(kept, int) or kept <= 0):
         raise ValueError(
@@ -287,7 +299,7 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
         )
     if stage.why_measure is None:
         try:
-            with patch.dict(os.environ, {**environment, SPACE: "0"}):
+            with environment({**variables, SPACE: "0"}):
                 plan = make_plan(
                     stage_engine_args(stage).create_engine_config(
                         UsageContext.LLM_CLASS
@@ -307,7 +319,7 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
     if kept is not None:
         reason = f"{MEASURE}: {short(kept)} per rank as it was, {stage.why_measure}"
         return StagePlan(stage, kept, reason, None)
-    with patch.dict(os.environ, environment):
+    with environment(variables):
         space = envs.VLLM_CPU_KVCACHE_SPACE
     if isinstance(space, float | int) and space > 0:
         num_bytes, source = int(space * GiB), f"{SPACE}={space}"
@@ -462,7 +474,7 @@ def too_little_memory(
         if requests := budget.num_requests(allowed // budget.bytes_per_block):
             fitting.append(f"max_num_seqs {requests} (now {budget.max_num_seqs})")
         if allowed > 0:
-            with patch.dict(os.environ, stage.env):
+            with environment(stage.env):
                 workers = specs_of_all_stages(largest.plan.config)
             specs = [worker.kv_cache_spec for worker in workers]
             length = longest_model_len(

@@ -505,6 +505,21 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.forked
+def test_file_instead_of_a_folder_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A GGUF file, for which vLLM needs a plugin."""
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF" + bytes(60))
+
+    status, output, line = kv_budget(capfd, str(model))
+
+    assert (status, output) == (1, "")
+    message = f"{model}: not a folder with a config.json: "
+    assert line.startswith(f"vllm kv-budget: error: {message}")
+
+
+@pytest.mark.forked
 def test_bad_variable_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
