@@ -87,11 +87,11 @@ test-packaging: packaging-tools install stock ## tests with a distribution's too
 # One engine at a time: what several take together is what these tests are about.
 test-groups: install ## tests in real control groups, as root
 	@$(PY) -m tests.v1.core.control_groups
-	$(PY) -m pytest -m 'cgroup_test and not slow_test' tests/v1/core
+	$(PY) -m pytest -m 'cgroup_test and not slow_test' tests/v1
 
 soak: install stock ## those that take minutes: random sizes, and what fails on stock
 	@$(PY) -m tests.v1.core.control_groups
-	$(PY) -m pytest -m 'cgroup_test and slow_test' tests/v1/core tests/fork/test_stock.py
+	$(PY) -m pytest -m 'cgroup_test and slow_test' tests/v1 tests/fork/test_stock.py
 
 # A folder of its own: in an environment vllm-omni's plugin would change every engine.
 build/omni/ready: tests/fork/omni/requirements.txt $(VENV)/tools
@@ -118,8 +118,7 @@ bench-budget: install ## what vllm kv-budget takes, and what is used of its plan
 	$(PY) -m benchmarks.kv_budget_peaks
 
 bench-memory: install ## memory, start-up and speed with the KV cache committed on use
-	@$(PIP) -c constraints.txt --group plot
-	$(PY) -m benchmarks.memory --plot
+	$(PY) -m benchmarks.memory
 
 clean: ## remove what was built, keep downloads, worktrees and the environment
 	rm -rf dist $(filter-out build/downloads build/worktree-%,$(wildcard build/*))

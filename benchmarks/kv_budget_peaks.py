@@ -60,7 +60,6 @@ def measure(kind: str) -> tuple[object, ...]:
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     import tests.v1.core.kv_budget_engine  # noqa: F401 - once, before the forks
 
     rows = []

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What VLLM_CPU_KVCACHE_COMMIT=on-use does to memory, start-up and speed.
+"""What VLLM_CPU_KVCACHE_COMMIT=on-use and sleep do to memory, start-up and speed.
 
-`python -m benchmarks.memory` measures three parts and keeps every figure in
-benchmarks/results/memory.json; `--show` prints docs/results/memory.md from there, and
-`--plot` draws docs/results/memory.svg.
+`python -m benchmarks.memory` measures four parts and keeps every figure in
+benchmarks/results/memory.json; `--show` prints docs/results/memory.md from there.
 
 - memory: the resident memory of an engine at four points of its life, and how long
   it takes to start, by budget and with and without prefix caching.
 - speed: tokens a second of CPU time, in passes over new pages and in later ones.
 - budget: what `vllm serve` holds on a checkpoint of 1 GB, by budget, as RssAnon
   (what it wrote) and as VmRSS (mapped files too).
+- sleep: the resident memory of an engine that is awake, asleep at level 1 and 2, and
+  awake again, how long that takes, and what the first request then takes; and the
+  same calls on stock vLLM.
 
 A round measures `startup` and then `on-use`, in the next round the other way
 around. A ratio compares figures of one round, and of one pass.
@@ -27,6 +29,7 @@ import os
 import re
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,10 +40,11 @@ from typing import Any
 
 from checks.report import dump, place, table
 from cpu_wheel.paths import BUILD, ROOT
+from cpu_wheel.pins import load_release
+from cpu_wheel.settings import Settings
 from tests.platforms.cpu_kv_cache_child import in_child
 
 RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
-PLOT = ROOT / "docs" / "results" / "memory.svg"
 HEAD = """# Memory, start-up and speed with the KV cache committed on use
 
 `python -m benchmarks.memory --show` prints this page; `make bench-memory` measures it.
@@ -48,10 +52,7 @@ The [guide](../memory.md) says when to use `on-use`.
 
 A model with the geometry of a speech model's talker and dummy weights: 28 layers, 8 KV
 heads of 128, 14 MiB a block, 56 MiB a request of full length (504 tokens). Memory is
-RssAnon unless a column says otherwise.
-
-![RssAnon of the engine when started, after one request, after a burst and when idle, by
-budget, with prefix caching off and on; the table below has the figures](memory.svg)"""
+RssAnon unless a column says otherwise."""
 ABOUT = {
     "memory": """One engine in one process. "burst" is after 24 distinct requests of
 full length, two at a time; "idle" is two seconds later.""",
@@ -63,13 +64,20 @@ less than 5%.""",
     "budget": """The process of `vllm serve` that holds the cache, once started, with a
 checkpoint of 1 GB written for the purpose (safetensors, memory-mapped while it is
 read).""",
+    "sleep": """An engine in one process, on one thread, with a checkpoint of tied
+embeddings (32 MiB, which oneDNN packs too) that it can load again. 12 distinct requests
+of full length before each sleep, 672 MiB of cache with prefix caching on. "stock" is
+the native wheel as published, on which `sleep` and `wake_up` do nothing. "asleep 1 /
+without a cache" divides by the engine's memory at the start less a committed cache.""",
 }
 MiB = 1 << 20
 GiB = 1 << 30
 MODES = ("startup", "on-use")
 BUDGETS = (GiB // 2, GiB, 4 * GiB, 8 * GiB)
+SLEEP_MODES = ("stock", *MODES)
 SERVED_BUDGETS = (GiB // 4, GiB // 2, GiB, 2 * GiB, 4 * GiB)
 BURST = 24
+SLEEP_BURST = 12  # of full length, so 672 MiB with prefix caching on
 PASSES = 10
 Record = dict[str, Any]
 
@@ -100,8 +108,13 @@ def read_status(pid: int | str = "self") -> dict[str, int]:
     }
 
 
-def make_engine(mode: str, budget: int, caching: bool) -> tuple[Any, float]:
-    """Start an engine in this process; return it and the seconds that it took."""
+def make_engine(
+    mode: str, budget: int, caching: bool, **arguments: Any
+) -> tuple[Any, float]:
+    """Start an engine in this process; return it and the seconds that it took.
+
+    The model is one with dummy weights unless the arguments name another.
+    """
     os.environ["VLLM_CPU_KVCACHE_COMMIT"] = mode
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from tests.platforms.cpu_kv_cache_utils import llama
@@ -112,12 +125,21 @@ def make_engine(mode: str, budget: int, caching: bool) -> tuple[Any, float]:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         start = time.monotonic()
         engine = LLM(
-            folder,
             kv_cache_memory_bytes=budget,
             enable_prefix_caching=caching,
-            **ARGUMENTS,
+            **({"model": folder} | ARGUMENTS | arguments),
         )
         return engine, time.monotonic() - start
+
+
+def distinct_prompts(seed: int, prompts: int, length: int) -> list[Record]:
+    """Return prompts that share no prefix."""
+    requests = []
+    for number in range(seed, seed + prompts):
+        first, step = 1 + number % 499, 1 + number // 499
+        ids = [first, step, *((first + step * i) % 509 for i in range(2, length))]
+        requests.append({"prompt_token_ids": ids})
+    return requests
 
 
 def generate(
@@ -134,11 +156,7 @@ def generate(
     params = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
     )
-    requests = []
-    for number in range(seed, seed + prompts):
-        first, step = 1 + number % 499, 1 + number // 499
-        ids = [first, step, *((first + step * i) % 509 for i in range(2, length))]
-        requests.append({"prompt_token_ids": ids})
+    requests = distinct_prompts(seed, prompts, length)
     before = resource.getrusage(resource.RUSAGE_SELF)
     engine.generate(requests, params, use_tqdm=False)
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -195,12 +213,87 @@ def measure_speed(mode: str, budget: int, caching: bool) -> Record:
     return {"passes": passes}
 
 
-def write_checkpoint(folder: Path) -> None:
-    """Write a Llama of 1 GB with random weights, which vLLM maps when it loads it."""
+def measure_sleep(mode: str, budget: int, caching: bool, model: str) -> Record:
+    """Return what an engine holds and takes around its sleep at level 1 and 2.
+
+    Requests are measured in CPU time of one thread, sleep and wake-up in both.
+    """
+    import torch
+
+    from vllm import SamplingParams
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, detokenize=False
+    )
+    arguments: Record = {"model": model, "load_format": "auto"}
+    if mode != "stock":
+        arguments["enable_sleep_mode"] = True
+    engine, _ = make_engine(mode, budget, caching, **arguments)
+    found: Record = {}
+
+    def look(point: str) -> None:
+        found[point] = read_status()["RssAnon"]
+
+    def call(name: str, function: Callable[[], Any]) -> None:
+        wall, cpu = time.monotonic(), time.process_time()
+        function()
+        found[f"{name}, s"] = time.monotonic() - wall
+        found[f"{name}, CPU s"] = time.process_time() - cpu
+
+    def burst() -> list[Any]:
+        prompts = distinct_prompts(1, SLEEP_BURST, FULL)
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    look("started")
+    found["first request, CPU s"], _ = generate(engine, 100, 1, FULL, 8)
+    tokens, same = burst(), True
+    for level in (1, 2):
+        look("awake")
+        call(f"sleep {level}", partial(engine.sleep, level=level))
+        look(f"asleep {level}")
+        call(f"wake up {level}", engine.wake_up)
+        look(f"woken {level}")
+        request, _ = generate(engine, 100, 1, FULL, 8)
+        found[f"first request after {level}, CPU s"] = request
+        same = same and burst() == tokens
+    return found | {"same tokens": same}
+
+
+def measure_sleeper(mode: str, **arguments: Any) -> Record:
+    found: Record
+    if mode != "stock":
+        found = in_child(measure_sleep, mode=mode, **arguments)
+        return found
+    release = load_release(Settings.from_environment().release)
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.memory"),
+            *("--stock", json.dumps({"mode": mode, **arguments})),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(BUILD / f"stock-{release.version}")},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def write_checkpoint(
+    folder: Path, hidden: int = 1024, inner: int = 4096, vocabulary: int = 32768
+) -> None:
+    """Write a Llama with random weights, 1 GB of them unless told otherwise.
+
+    vLLM maps it when it loads it.
+    """
     import torch
     from safetensors.torch import save_file
 
-    hidden, inner, layers, vocabulary, kv = 1024, 4096, 28, 32768, KV_HEADS * HEAD_DIM
+    layers, kv = LAYERS, KV_HEADS * HEAD_DIM
     shapes = {
         "model.embed_tokens.weight": (vocabulary, hidden),
         "model.norm.weight": (hidden,),
@@ -275,7 +368,6 @@ def measure(
 ) -> Iterator[Record]:
     """Measure a part and yield a record for each engine."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     import tests.platforms.cpu_kv_cache_server  # noqa: F401 - once, before forks
 
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
@@ -290,6 +382,24 @@ def measure(
                 )
                 for budget in budgets
             ]
+        elif part == "sleep":
+            # 32 MiB of weights that read and write tokens, which are packed too.
+            model = Path(folder) / "model"
+            shape = {"hidden": 64, "inner": 64, "vocabulary": 1 << 18}
+            in_child(write_checkpoint, folder=model, **shape)
+            cases = [
+                (
+                    partial(
+                        measure_sleeper,
+                        budget=budget,
+                        caching=caching,
+                        model=str(model),
+                    ),
+                    {"budget": budget, "prefix caching": caching},
+                )
+                for budget in budgets
+                for caching in (True, False)
+            ]
         else:
             function = measure_memory if part == "memory" else measure_speed
             cases = [
@@ -300,8 +410,9 @@ def measure(
                 for budget in budgets
                 for caching in (False, True)
             ]
+        modes = SLEEP_MODES if part == "sleep" else MODES
         for number in rounds:
-            order = MODES if number % 2 == 0 else MODES[::-1]
+            order = modes if number % 2 == 0 else modes[::-1]
             for measure_one, case in cases:
                 for mode in order:
                     load = os.getloadavg()[0]
@@ -449,8 +560,58 @@ def show_budget(records: list[Record]) -> None:
     )
 
 
-SHOW = {"memory": show_memory, "speed": show_speed, "budget": show_budget}
-DEFAULT_BUDGETS = {"memory": BUDGETS, "speed": (GiB,), "budget": SERVED_BUDGETS}
+def show_sleep(records: list[Record]) -> None:
+    points = ("started", "awake", "asleep 1", "woken 1", "asleep 2", "woken 2")
+    seconds = ("sleep 1, s", "wake up 1, s", "sleep 2, s", "wake up 2, s")
+    requests = ("first request", "first request after 1", "first request after 2")
+    memory, times = [], []
+    for caching in (True, False):
+        for budget in values_of(records, "budget"):
+            for mode in SLEEP_MODES:
+                rows = select(records, prefix_caching=caching, budget=budget, mode=mode)
+                if not rows:
+                    continue
+                case = ("on" if caching else "off", budget // MiB, mode)
+                same = all(row["same tokens"] for row in rows)
+                # Of an engine that never held a cache.
+                cache = 0 if mode == "on-use" else budget
+                asleep = [row["asleep 1"] / (row["started"] - cache) for row in rows]
+                memory.append(
+                    (
+                        *case,
+                        *(in_mib(rows, point) for point in points),
+                        spread(asleep, "{:.2f}"),
+                        "yes" if same else "no",
+                    )
+                )
+                times.append(
+                    (
+                        *case,
+                        *(spread((r[k] for r in rows), "{:.3f}") for k in seconds),
+                        *(
+                            spread((r[f"{k}, CPU s"] for r in rows), "{:.3f}")
+                            for k in requests
+                        ),
+                    )
+                )
+    head = ("prefix caching", "budget, MiB", "mode")
+    last = ("asleep 1 / without a cache", "same tokens")
+    print_table((*head, *points, *last), memory)
+    print_table((*head, *seconds, *(f"{name}, CPU s" for name in requests)), times)
+
+
+SHOW = {
+    "memory": show_memory,
+    "speed": show_speed,
+    "budget": show_budget,
+    "sleep": show_sleep,
+}
+DEFAULT_BUDGETS = {
+    "memory": BUDGETS,
+    "speed": (GiB,),
+    "budget": SERVED_BUDGETS,
+    "sleep": (GiB, 4 * GiB),
+}
 
 
 def main() -> None:
@@ -461,7 +622,7 @@ def main() -> None:
         "Five rounds took 14 minutes for memory, 7 for speed and 20 for budget on "
         "two cores with light other work.",
     )
-    parser.add_argument("--only", choices=SHOW, help="one part, not all three")
+    parser.add_argument("--only", choices=SHOW, help="one part, not all four")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--add", action="store_true", help="keep what is stored too")
     parser.add_argument(
@@ -469,11 +630,12 @@ def main() -> None:
         action="store_true",
         help="print docs/results/memory.md from what is stored",
     )
-    parser.add_argument("--plot", action="store_true", help=f"draw {PLOT.name} too")
+    parser.add_argument("--stock", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.plot:
-        # Before anything is measured, as it may not be installed.
-        from benchmarks.memory_plot import draw
+    if arguments.stock:
+        found = measure_sleep(**json.loads(arguments.stock))
+        print(f"\n{json.dumps(found)}", flush=True)
+        os._exit(0)  # the engine's threads do not end by themselves
     parts = [arguments.only] if arguments.only else list(SHOW)
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not arguments.show:
@@ -505,8 +667,6 @@ def main() -> None:
             )
             print("median (least to most):")
             SHOW[part](records)
-    if arguments.plot and "memory" in stored:
-        draw(stored["memory"], PLOT)
 
 
 if __name__ == "__main__":

@@ -187,10 +187,15 @@ def refresh(release: Release, folder: Path, patches: Path = PATCHES) -> list[Pat
             f"{folder} has {len(content)} commits, {series.name} {len(old)} patches: "
             "name each in the series first"
         )
+    named = [
+        patch
+        for pin in read_pins()["release"].values()
+        for patch in read_series(patches / pin["series"])
+    ]
     changed = []
     for name, text in zip(old, content.values(), strict=True):
         own = "/" in name
-        if own and write(patches / name, text):
+        if own and write(patches / name, text, named.count(patches / name) > 1):
             changed.append(patches / name)
         elif not own and changes(text) != changes((patches / name).read_bytes()):
             raise BuildError(
@@ -253,14 +258,16 @@ def refresh_pinned(
     return changed
 
 
-def write(path: Path, patch: bytes) -> bool:
+def write(path: Path, patch: bytes, shared: bool = False) -> bool:
     """Write a patch unless it says what is there, and return whether it was written.
 
     What it says has today as its Last-Update. The lines around a change, or the
-    hashes of the files, may be others without another date.
+    hashes of the files, may be others without another date; in a copy that several
+    releases share they stay, as each release would write its own.
     """
     before = path.read_bytes() if path.exists() else b""
-    if substance(before) == substance(patch):
+    alike = said if shared else substance
+    if alike(before) == alike(patch):
         return False
     date = time.strftime("%Y-%m-%d", time.gmtime()).encode()
     if said(before) == said(patch) and (match := LAST_UPDATE.search(before)):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored results of benchmarks, and the plots of them."""
+"""The stored results of benchmarks."""
 
-import hashlib
-import json
 import subprocess
 import sys
 
@@ -10,7 +8,6 @@ import pytest
 
 from cpu_wheel.paths import ROOT
 
-RAW = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
 
 
@@ -33,11 +30,3 @@ def test_page_shows_the_stored_results(module: str, page: str) -> None:
     )
 
     assert shown.stdout == (PAGES / page).read_text()
-
-
-def test_plot_shows_the_stored_results() -> None:
-    """`python -m benchmarks.memory --show --plot` draws it again."""
-    records = json.loads((RAW / "memory.json").read_text())["memory"]["records"]
-    stored = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
-
-    assert f"<dc:identifier>{stored}<" in (PAGES / "memory.svg").read_text()

@@ -70,7 +70,8 @@ def engine_arguments(folder: Path, **kwargs: Any) -> dict[str, Any]:
     return {"model": str(folder), **REFERENCE_ARGUMENTS, **kwargs}
 
 
-def answer(ask: Callable[[LLM], Any], arguments: dict[str, Any]) -> SimpleNamespace:
+def keep_log() -> list[str]:
+    """Return a list that takes each line that this process logs from now on."""
     lines: list[str] = []
     make_record = logging.getLogRecordFactory()
 
@@ -81,6 +82,11 @@ def answer(ask: Callable[[LLM], Any], arguments: dict[str, Any]) -> SimpleNamesp
 
     # Handlers would not outlive the engine's own configuration of logging.
     logging.setLogRecordFactory(keep)
+    return lines
+
+
+def answer(ask: Callable[[LLM], Any], arguments: dict[str, Any]) -> SimpleNamespace:
+    lines = keep_log()
     answered, error = None, ""
     try:
         answered = ask(LLM(**arguments))

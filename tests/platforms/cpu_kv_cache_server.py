@@ -19,7 +19,7 @@ import psutil
 import pytest
 import regex as re
 
-from tests.platforms.cpu_kv_cache_utils import kill_group, tail
+from tests.platforms.cpu_kv_cache_utils import kill_group, start, tail
 
 VLLM = Path(sysconfig.get_path("scripts")) / "vllm"
 READY_WITHIN = 300
@@ -86,36 +86,26 @@ class Server:
         assert not alive, f"still there: {alive}, {tail(self.log)}"
 
 
+def anonymous_memory(process: psutil.Process) -> int:
+    """RssAnon of a process, which a KV cache would be part of, in bytes."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kib) * 1024
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def start(
-    folder: Path, *command: str, environment: dict[str, str]
-) -> tuple[subprocess.Popen, Path]:
-    """Start a vllm command, and return it and its log."""
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [VLLM, *command],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    return process, log
-
-
 @contextmanager
 def serve(folder: Path, *command: str, environment: dict[str, str]) -> Iterator[Server]:
     """Run a vllm command that serves until it is ready, and kill what is left."""
     port = free_port()
-    process, log = start(
-        *(folder, *command, "--host", "127.0.0.1", "--port", str(port)),
+    log = folder / "log"
+    process = start(
+        *(log, VLLM, *command, "--host", "127.0.0.1", "--port", str(port)),
         environment=environment,
     )
     server = Server(process, f"http://127.0.0.1:{port}", log)

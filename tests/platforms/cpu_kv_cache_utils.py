@@ -64,6 +64,13 @@ CORES = sorted(os.sched_getaffinity(0))
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2]))}
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two ranks on two cores")
 
+# With enforce_eager there is no warm-up, which is what allocates the tensors that
+# a later pipeline stage receives into: the first request ends the engine.
+NOT_EAGER = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"},
+}
+
 PROMPT = {"prompt_token_ids": list(range(1, 20))}
 LENGTH = 8
 GREEDY = SamplingParams(
@@ -131,6 +138,25 @@ def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
         "max_position_embeddings": 2048,
         "torch_dtype": "bfloat16",
     }
+
+
+def start(
+    log: Path,
+    *command: str | Path,
+    environment: dict[str, str],
+    cwd: Path | None = None,
+) -> subprocess.Popen:
+    """Start a command whose output goes to log, in a process group of its own."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=cwd or log.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def kill_group(process: subprocess.Popen) -> None:

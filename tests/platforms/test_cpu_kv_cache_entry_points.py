@@ -24,6 +24,7 @@ from transformers import TokenizersBackend
 from tests.platforms.cpu_kv_cache_utils import (
     BUDGET,
     LENGTH,
+    NOT_EAGER,
     PROMPT,
     REFERENCE_ARGUMENTS,
     REFERENCE_BLOCK,
@@ -42,6 +43,7 @@ from tests.platforms.cpu_kv_cache_utils import (
     process_environment,
     set_variable,
     share_of_memory,
+    start,
     tail,
     write_model,
 )
@@ -91,25 +93,18 @@ def run_here(
 ) -> Any:
     """Run one of cpu_kv_cache_jobs.py in a process of its own."""
     log, result = folder / "log", folder / "result.json"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.platforms.cpu_kv_cache_jobs"),
-                *(job, json.dumps(arguments), str(result)),
-            ],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(RESULT_WITHIN)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"no result after {RESULT_WITHIN} s, {tail(log)}")
-        finally:
-            kill_group(process)
+    process = start(
+        *(log, sys.executable, "-m", "tests.platforms.cpu_kv_cache_jobs"),
+        *(job, json.dumps(arguments), str(result)),
+        environment=environment,
+        cwd=ROOT,
+    )
+    try:
+        status = process.wait(RESULT_WITHIN)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"no result after {RESULT_WITHIN} s, {tail(log)}")
+    finally:
+        kill_group(process)
     assert status == 0, tail(log)
     return json.loads(result.read_text())
 
@@ -272,14 +267,6 @@ def test_two_engines_on_one_host(
     assert found["length"] == LENGTH
     assert engine.collective_rpc(held) == [36 * REFERENCE_BLOCK]
     assert generate(engine) == LENGTH
-
-
-# With enforce_eager there is no warm-up, which is what allocates the tensors that
-# a later pipeline stage receives into: the first request ends the engine.
-NOT_EAGER = {
-    "enforce_eager": False,
-    "compilation_config": {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"},
-}
 
 
 @SLOW

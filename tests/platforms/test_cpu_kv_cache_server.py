@@ -10,16 +10,16 @@ import json
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import regex as re
 
 from tests.platforms.cpu_kv_cache_server import (
     READY_WITHIN,
+    VLLM,
+    anonymous_memory,
     as_flags,
     free_port,
     serve,
-    start,
 )
 from tests.platforms.cpu_kv_cache_utils import (
     BUDGET,
@@ -33,6 +33,7 @@ from tests.platforms.cpu_kv_cache_utils import (
     kill_group,
     needs_two_cores,
     process_environment,
+    start,
     tail,
     write_model,
 )
@@ -146,8 +147,9 @@ def test_serve_refuses_what_is_no_budget(
     tmp_path: Path, variable: str, flags: list[str], message: str
 ) -> None:
     model = write_model(tmp_path / "model", REFERENCE_MODEL)
-    process, log = start(
-        *(tmp_path, "serve", model, *REFERENCE_FLAGS, *flags),
+    log = tmp_path / "log"
+    process = start(
+        *(log, VLLM, "serve", model, *REFERENCE_FLAGS, *flags),
         *("--host", "127.0.0.1", "--port", str(free_port())),
         environment=process_environment(variable),
     )
@@ -180,10 +182,3 @@ def test_render_server_holds_no_cache(tmp_path: Path, variable: str) -> None:
 
     assert info["vllm_config"]["cache_config"]["kv_cache_memory_bytes"] is None
     assert held < 2 * GiB
-
-
-def anonymous_memory(process: psutil.Process) -> int:
-    """RssAnon of a process, which a KV cache would be part of, in bytes."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(kib) * 1024

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.platforms.cpu_kv_cache_utils import REFERENCE_ARGUMENTS
+
 MiB = 1 << 20
 GiB = 1 << 30
 
@@ -154,16 +156,7 @@ def engine_in(
         How it ended: killed processes have a status below 0, or 137.
 
     """
-    defaults = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "dtype": "bfloat16",
-        "block_size": 128,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": 2,
-    }
+    defaults = REFERENCE_ARGUMENTS | {"max_num_batched_tokens": 2048}
     text = json.dumps({"model": model, **defaults, **arguments})
     environment = {
         **os.environ,

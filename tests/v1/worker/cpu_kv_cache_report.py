@@ -8,7 +8,6 @@ engine in processes of its own.
 
 import hashlib
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import regex as re
 import torch
 
+from tests.platforms.cpu_kv_cache_child import keep_log
 from vllm import LLM, SamplingParams
 
 MiB = 1 << 20
@@ -72,16 +72,7 @@ def report(arguments: dict[str, Any], rounds: int) -> dict[str, Any]:
         outputs: those of each round, in which requests fill the whole pool.
         blocks: a hash of each block after each round, by rank.
     """
-    lines = []
-    make_record = logging.getLogRecordFactory()
-
-    def keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make_record(*args, **kwargs)
-        lines.append(record.getMessage())
-        return record
-
-    # Handlers would not outlive the engine's own configuration of logging.
-    logging.setLogRecordFactory(keep)
+    lines = keep_log()
     engine = LLM(**arguments)
     result = {"rss_anon": engine.collective_rpc(rss_anon), "lines": lines}
     result |= {"outputs": [], "blocks": []}

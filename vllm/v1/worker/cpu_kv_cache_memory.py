@@ -8,13 +8,23 @@ import mmap
 import torch
 
 from vllm import envs
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.numa_utils import get_libnuma
 
 logger = init_logger(__name__)
 
 MAX_NODES = 1024  # the most that Linux can be built for
+
+
+def on_use_setting(config: VllmConfig | None) -> str | None:
+    """Return the setting that commits the KV cache on use, None if none does."""
+    # --enable-extensible-kv-cache, from 0.34.0 on, in the configuration of the worker
+    flag = getattr(config and config.cache_config, "_cpu_commit_on_use", None)
+    if flag is not None:
+        return "--enable-extensible-kv-cache" if flag else None
+    on_use = envs.VLLM_CPU_KVCACHE_COMMIT == "on-use"
+    return "VLLM_CPU_KVCACHE_COMMIT=on-use" if on_use else None
 
 
 def kv_cache_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -28,14 +38,8 @@ def kv_cache_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
         A tensor of int8, all zeros.
 
     """
-    on_use = envs.VLLM_CPU_KVCACHE_COMMIT == "on-use"
-    setting = "VLLM_CPU_KVCACHE_COMMIT=on-use"
-    # --enable-extensible-kv-cache, from 0.34.0 on, in the configuration of the worker
-    config = get_current_vllm_config_or_none()
-    flag = getattr(config and config.cache_config, "_cpu_commit_on_use", None)
-    if flag is not None:
-        on_use, setting = flag, "--enable-extensible-kv-cache"
-    if device.type != "cpu" or not on_use:
+    setting = on_use_setting(get_current_vllm_config_or_none())
+    if device.type != "cpu" or setting is None:
         return torch.zeros(num_bytes, dtype=torch.int8, device=device)
     logger.info(
         "The KV cache is reserved now and committed on use (%s).",

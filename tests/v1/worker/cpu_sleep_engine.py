@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""An engine on CPU that sleeps, with a checkpoint that it can load again."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.platforms.cpu_kv_cache_child import in_child
+from tests.platforms.cpu_kv_cache_utils import llama, write_model
+from vllm import LLM, SamplingParams, envs
+
+MiB = 1 << 20
+COMMITS = ("startup", "on-use")
+BUDGET = 256 * MiB
+LAYERS, KV_HEADS, HEAD_DIM = 8, 16, 256
+BLOCK = 16 * MiB  # 128 tokens of 8 layers x 16 heads x 256 x K and V in bfloat16
+VOCABULARY, HIDDEN = 262144, 64
+WEIGHTS = 2 * VOCABULARY * HIDDEN * 2  # those that read tokens, and that write them
+
+ARGUMENTS: dict[str, Any] = {
+    "kv_cache_memory_bytes": BUDGET,
+    "enable_sleep_mode": True,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "bfloat16",
+    "block_size": 128,
+    "max_model_len": 640,
+    "max_num_batched_tokens": 640,
+    "max_num_seqs": 3,
+}
+
+
+def write_checkpoint(folder: Path, tied: bool) -> str:
+    config = llama(LAYERS, KV_HEADS, HEAD_DIM) | {"tie_word_embeddings": tied}
+    config |= {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}
+    inner, heads = config["intermediate_size"], KV_HEADS * HEAD_DIM
+    shapes = {
+        "model.embed_tokens": (VOCABULARY, HIDDEN),
+        "lm_head": (VOCABULARY, HIDDEN),
+        "model.norm": (HIDDEN,),
+    }
+    for number in range(LAYERS):
+        layer = f"model.layers.{number}."
+        shapes |= {
+            f"{layer}input_layernorm": (HIDDEN,),
+            f"{layer}post_attention_layernorm": (HIDDEN,),
+            **{f"{layer}self_attn.{p}_proj": (heads, HIDDEN) for p in "qkv"},
+            f"{layer}self_attn.o_proj": (HIDDEN, heads),
+            f"{layer}mlp.gate_proj": (inner, HIDDEN),
+            f"{layer}mlp.up_proj": (inner, HIDDEN),
+            f"{layer}mlp.down_proj": (HIDDEN, inner),
+        }
+    folder.mkdir(exist_ok=True)
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.empty(shape, dtype=torch.bfloat16).normal_(
+            std=0.05, generator=random
+        )
+        for name, shape in shapes.items()
+        if not (tied and name == "lm_head")
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return write_model(folder, config)
+
+
+def with_variables(function: Callable[[], Any], **variables: str) -> Any:
+    os.environ |= variables
+    envs.disable_envs_cache()
+    return function()
+
+
+def in_engine_child(commit: str, function: Callable[[], Any], core: str = "0") -> Any:
+    """Return what a function returns that starts an engine in a forked child.
+
+    Args:
+        commit: The value of VLLM_CPU_KVCACHE_COMMIT.
+        function: The function.
+        core: "1" for an engine core in a process of its own.
+
+    """
+    return in_child(
+        with_variables,
+        function=function,
+        VLLM_CPU_KVCACHE_COMMIT=commit,
+        VLLM_ENABLE_V1_MULTIPROCESSING=core,
+        # What a worker holds is asked by sending it a function.
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+        HF_HUB_OFFLINE="1",
+    )
+
+
+def generate(engine: LLM, budget: int = BUDGET) -> tuple[list[list[int]], int]:
+    """Fill every block of a budget; return tokens and how many were cached."""
+    requests = [
+        {"prompt_token_ids": [(1 + n + 7 * i) % 500 for i in range(630)]}
+        for n in range((budget // BLOCK - 1) // 5)
+    ]
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, detokenize=False
+    )
+    outputs = engine.generate(requests, params, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens, sum(output.num_cached_tokens for output in outputs)
+
+
+def kv_cache_of(worker: Any) -> tuple[list[int], bool]:
+    """The addresses of a worker's KV cache, and whether anything is in it."""
+    caches = worker.model_runner.kv_caches
+    return [c.data_ptr() for c in caches], any(bool(c.any()) for c in caches)
+
+
+def mappings() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def start(model: str, **arguments: Any) -> LLM:
+    return LLM(model, **(ARGUMENTS | arguments))
+
+
+def is_sleeping(engine: LLM) -> bool:
+    return engine.llm_engine.is_sleeping()

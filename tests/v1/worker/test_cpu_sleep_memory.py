@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The memory that a CPU worker gives back and takes again.
+
+Each test runs in a forked child, where no earlier test has left memory.
+"""
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.v1.worker.cpu_kv_cache_report import rss_anon
+from vllm.v1.worker.cpu_kv_cache_memory import zeros_committed_on_use
+from vllm.v1.worker.cpu_sleep import (
+    buffers_of,
+    commit_kv_cache,
+    discard_kv_cache,
+    give_back,
+)
+
+pytestmark = pytest.mark.forked
+
+MiB = 1 << 20
+PAGE = mmap.PAGESIZE
+LIBC = ctypes.CDLL(None)
+
+
+def malloced_ones(num_bytes: int) -> torch.Tensor:
+    """Memory of an allocator, which may share its first and last page."""
+    return torch.ones(num_bytes, dtype=torch.int8)
+
+
+def mapped_ones(num_bytes: int) -> torch.Tensor:
+    return zeros_committed_on_use(num_bytes).fill_(1)
+
+
+@pytest.mark.parametrize("ones", [malloced_ones, mapped_ones])
+@pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, 3 * PAGE + 5, 64 * MiB + 1])
+def test_discarded_memory_reads_as_zeros(ones, num_bytes: int) -> None:
+    around = torch.ones(3, num_bytes, dtype=torch.int8)
+    for buffer, untouched in ((ones(num_bytes), None), (around[1], around[::2])):
+        before, address = rss_anon(), buffer.data_ptr()
+        if untouched is None:
+            discard_kv_cache([buffer[: num_bytes // 2], buffer])
+            assert not buffer.any()
+        else:
+            give_back(address, num_bytes)
+            assert bool((untouched == 1).all())
+        assert buffer.data_ptr() == address
+        assert rss_anon() <= before - num_bytes + 8 * MiB
+        buffer.fill_(1)
+        assert bool((buffer == 1).all())
+
+
+def test_locked_memory_is_not_silently_kept() -> None:
+    ones = mapped_ones(MiB)
+    assert LIBC.mlock(ctypes.c_void_p(ones.data_ptr()), ctypes.c_size_t(MiB)) == 0
+
+    with pytest.raises(OSError, match="keeps the pages"):
+        discard_kv_cache([ones])
+
+
+def test_commit_takes_all_at_once() -> None:
+    cache = zeros_committed_on_use(64 * MiB)
+    before = rss_anon()
+
+    commit_kv_cache([cache])
+
+    assert rss_anon() > before + 60 * MiB
+
+
+def test_commit_of_more_than_is_free_is_refused() -> None:
+    meminfo = Path("/proc/meminfo").read_text()
+    free = int(meminfo.partition("MemAvailable:")[2].split()[0]) << 10
+    caches = [zeros_committed_on_use(free * 3 // 4) for _ in range(2)]
+    before = rss_anon()
+
+    with pytest.raises(
+        RuntimeError, match=r"needs .*GiB to wake up, but .*GiB are available"
+    ):
+        commit_kv_cache(caches)
+
+    assert rss_anon() < before + MiB
+
+
+def test_a_buffer_is_found_once() -> None:
+    memory = mapped_ones(4 * MiB)
+
+    (buffer,) = buffers_of([*memory.view(torch.bfloat16).chunk(2), torch.empty(0)])
+
+    assert buffer.data_ptr() == memory.data_ptr()
+    assert len(buffer) == 4 * MiB
