@@ -337,7 +337,10 @@ def main(args: argparse.Namespace) -> int:
     except Exception as error:
         if envs.VLLM_LOGGING_LEVEL == "DEBUG":
             raise
-        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
+        message = one_line(error)
+        if os.path.isfile(args.model):
+            message = f"{args.model}: not a folder with a config.json: {message}"
+        print(f"{PROG}: error: {message}", file=sys.stderr)
         return 1
     print(as_json(plan) if args.json else as_text(plan))
     return 0

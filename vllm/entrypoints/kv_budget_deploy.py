@@ -8,16 +8,16 @@ Budgets are bytes per rank, as everywhere.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any, NamedTuple, NoReturn
 
 import transformers
 
@@ -32,6 +32,7 @@ from vllm.entrypoints.kv_budget import (
 )
 from vllm.entrypoints.kv_budget_memory import checkpoint_bytes, shared_limits
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.cpu_resource_utils import (
     LogicalCPUInfo,
     get_allowed_cpu_list,
@@ -49,10 +50,6 @@ MEASURE = "measure"
 PLANNED = {"ar", "generation"}
 """The kinds of stages whose models vLLM builds."""
 NO_CACHE = "0 bytes: the model has no KV cache"
-
-OPTIONS = {
-    *("--deploy", "--output", "--force", "--front-end-cores", "--measure", "--json")
-}
 
 MEASURE_BY_HAND = """\
 Stage {stage_id} ({name}): {why}. To measure what it needs:
@@ -273,6 +270,18 @@ def stage_engine_args(stage: Stage) -> EngineArgs:
     )
 
 
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Add the variables of a stage for a while."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
     """Plan the budget of a stage, or find the one that it has.
 
@@ -281,7 +290,7 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
 
     """
     # vllm-omni lets a stage be longer than its model's positions too.
-    environment = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", **stage.env}
+    variables = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", **stage.env}
     kept = stage.engine_args.get("kv_cache_memory_bytes")
     if kept is not None and (not isinstance(kept, int) or kept <= 0):
         raise ValueError(
@@ -290,7 +299,7 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
         )
     if stage.why_measure is None:
         try:
-            with patch.dict(os.environ, {**environment, SPACE: "0"}):
+            with environment({**variables, SPACE: "0"}):
                 plan = make_plan(
                     stage_engine_args(stage).create_engine_config(
                         UsageContext.LLM_CLASS
@@ -310,7 +319,7 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
     if kept is not None:
         reason = f"{MEASURE}: {short(kept)} per rank as it was, {stage.why_measure}"
         return StagePlan(stage, kept, reason, None)
-    with patch.dict(os.environ, environment):
+    with environment(variables):
         space = envs.VLLM_CPU_KVCACHE_SPACE
     if isinstance(space, float | int) and space > 0:
         num_bytes, source = int(space * GiB), f"{SPACE}={space}"
@@ -465,7 +474,7 @@ def too_little_memory(
         if requests := budget.num_requests(allowed // budget.bytes_per_block):
             fitting.append(f"max_num_seqs {requests} (now {budget.max_num_seqs})")
         if allowed > 0:
-            with patch.dict(os.environ, stage.env):
+            with environment(stage.env):
                 workers = specs_of_all_stages(largest.plan.config)
             specs = [worker.kv_cache_spec for worker in workers]
             length = longest_model_len(
@@ -715,33 +724,71 @@ def write_file(yaml: Any, document: Any, source: Path, target: Path) -> None:
     part.replace(target)
 
 
+class Parser(FlexibleArgumentParser):
+    """vLLM's parser, with help in full and errors in one line."""
+
+    format_help = argparse.ArgumentParser.format_help
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            first = unknown.partition(" ")[0]
+            message = f"{first}: with --deploy, engine arguments come from the file"
+        print(f"{PROG}: error: {message}", file=sys.stderr)
+        sys.exit(1)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = Parser(
+        prog=PROG,
+        usage=f"{PROG} MODEL --deploy FILE [options]",
+        description="Plan the stages of a vllm-omni deploy file for this machine, and "
+        "print it with the `platforms: cpu:` section that fits.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="The model that the file is for."
+    )
+    parser.add_argument("--deploy", metavar="FILE", type=Path, help="The file to read.")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="Write the file instead of printing it.",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="Overwrite the file of --output."
+    )
+    parser.add_argument(
+        "--front-end-cores",
+        type=int,
+        default=1,
+        metavar="N",
+        help="How many cores to keep free of stages.",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="Say how to measure the stages that cannot be planned.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the plan as JSON.")
+    args = parser.parse_args(list(arguments))
+    if args.front_end_cores < 0:
+        parser.error(f"--front-end-cores {args.front_end_cores}: expected 0 or more")
+    if args.output and args.output.exists() and not args.force:
+        parser.error(f"{args.output} exists; --force overwrites it")
+    return args
+
+
 def run(args: argparse.Namespace) -> int:
     """Plan for parsed arguments, print or write the plan, return the exit status."""
-    source, target = Path(args.deploy), args.output and Path(args.output)
-    if args.model_tag is None:
-        raise ValueError("--deploy needs the model that the file is for: MODEL")
-    # As vLLM's parser, which takes --front_end_cores too.
-    given = {
-        text.partition("=")[0].replace("_", "-")
-        for text in sys.argv
-        if text.startswith("-")
-    }
-    if others := sorted(given - OPTIONS - {str(args.front_end_cores)}):
-        raise ValueError(
-            f"{others[0]}: with --deploy, engine arguments come from the file"
-        )
-    if args.front_end_cores < 0:
-        raise ValueError(
-            f"--front-end-cores {args.front_end_cores}: expected 0 or more"
-        )
-    if target is not None and target.exists() and not args.force:
-        raise ValueError(f"{target} exists; --force overwrites it")
     transformers.logging.set_verbosity_error()
     with quiet(), warnings.catch_warnings(action="ignore"):
-        yaml, document = load_document(source)
+        yaml, document = load_document(args.deploy)
         machine = read_machine()
         deploy = plan_deploy(
-            read_stages(source, args.model), machine, args.front_end_cores
+            read_stages(args.deploy, args.model), machine, args.front_end_cores
         )
     if args.json:
         print(as_json(deploy, machine))
@@ -753,15 +800,16 @@ def run(args: argparse.Namespace) -> int:
     if deploy.shortages:
         return 1
     write_section(document, deploy)
-    if target is not None:
-        write_file(yaml, document, source, target)
+    if args.output:
+        write_file(yaml, document, args.deploy, args.output)
     elif not args.json:
         yaml.dump(document, sys.stdout)
     return 0
 
 
-def main(args: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run, with an error in one line."""
+    args = parse(arguments)
     try:
         return run(args)
     except Exception as error:

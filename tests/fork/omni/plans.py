@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from vllm.entrypoints import kv_budget_deploy
-from vllm.entrypoints.cli import main as cli
+from vllm.entrypoints.cli import kv_budget as cli
 from vllm.entrypoints.kv_budget_deploy import Machine, read_machine
 
 LARGER = Machine(cores={0: list(range(16))}, memory={0: 64 << 30})
@@ -20,14 +20,13 @@ LARGER = Machine(cores={0: list(range(16))}, memory={0: 64 << 30})
 
 def run(on_16_cores: bool, arguments: list[str]) -> tuple[Any, str, str]:
     kv_budget_deploy.read_machine = (lambda: LARGER) if on_16_cores else read_machine
-    sys.argv = ["vllm", "kv-budget", *arguments]
     status: Any = None
     with (
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         contextlib.redirect_stderr(io.StringIO()) as stderr,
     ):
         try:
-            cli.main()  # type: ignore[no-untyped-call]
+            status = cli.run(arguments)
         except SystemExit as end:
             status = end.code
     return status, stdout.getvalue(), stderr.getvalue()

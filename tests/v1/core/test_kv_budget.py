@@ -47,21 +47,16 @@ def plan(folder: Path, model: dict[str, Any] | str, **kwargs: Any) -> KVBudget:
     return budget
 
 
-def vllm(*args: str) -> None:
-    """Run the command line, which ends in SystemExit."""
-    from vllm.entrypoints.cli.main import main
-
-    sys.argv = ["vllm", *args]
-    main()
-
-
 def kv_budget(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     """Run the subcommand and return its exit status, output and last error line."""
-    with pytest.raises(SystemExit) as exit_:
-        vllm("kv-budget", *args)
+    from vllm.entrypoints.cli.kv_budget import run
+
+    try:
+        status = run(list(args))
+    except SystemExit as end:  # of the parser
+        assert isinstance(end.code, int)
+        status = end.code
     output, errors = capfd.readouterr()
-    status = exit_.value.code
-    assert isinstance(status, int)
     assert "Traceback" not in errors
     return status, output, errors.strip().splitlines()[-1] if errors.strip() else ""
 
@@ -500,15 +495,28 @@ def test_bad_input_is_one_line(
 ) -> None:
     if model is not None:
         write_model(tmp_path, model)
-    with pytest.raises(SystemExit) as exit_:
-        vllm("kv-budget", str(tmp_path), *args)
 
-    output, errors = capfd.readouterr()
-    assert exit_.value.code == 1
+    status, output, line = kv_budget(capfd, str(tmp_path), *args)
+
+    assert status == 1
     assert not output
-    (line,) = [line for line in errors.splitlines() if line.startswith("vllm kv-")]
+    assert line.startswith("vllm kv-budget: error: ")
     assert message in line
-    assert "Traceback" not in errors
+
+
+@pytest.mark.forked
+def test_file_instead_of_a_folder_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A GGUF file, for which vLLM needs a plugin."""
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF" + bytes(60))
+
+    status, output, line = kv_budget(capfd, str(model))
+
+    assert (status, output) == (1, "")
+    message = f"{model}: not a folder with a config.json: "
+    assert line.startswith(f"vllm kv-budget: error: {message}")
 
 
 @pytest.mark.forked
@@ -537,7 +545,7 @@ def test_unreadable_flag_has_the_status_of_other_subcommands(
 
 
 def test_standard_output_is_json_and_nothing_else(tmp_path: Path) -> None:
-    """The command itself, as a shell runs it."""
+    """The command itself, as a shell runs it. It imports nothing of the server."""
     model = write_model(tmp_path, MODELS["full"])
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
 
@@ -545,9 +553,11 @@ def test_standard_output_is_json_and_nothing_else(tmp_path: Path) -> None:
         [Path(sys.executable).with_name("vllm"), "kv-budget", model, "--json"],
         capture_output=True,
         cwd=tmp_path,
-        env=environment,
+        env=environment | {"PYTHONPROFILEIMPORTTIME": "1"},
         text=True,
     )
 
     assert result.returncode == 0, result.stderr
+    assert "vllm.entrypoints.cli.kv_budget\n" in result.stderr
+    assert "vllm.entrypoints.cli.serve\n" not in result.stderr
     assert json.loads(result.stdout)["settings"]["max_model_len"] == 4096

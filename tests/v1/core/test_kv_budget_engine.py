@@ -11,6 +11,7 @@ one is preempted.
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.v1.core.kv_budget_engine import (
@@ -30,6 +32,7 @@ from tests.v1.core.kv_budget_engine import (
     set_environment,
     start,
 )
+from tests.v1.core.kv_budget_models import qwen3, write_model
 from vllm import SamplingParams
 
 # One of each way to group layers; the rest is slow.
@@ -409,6 +412,34 @@ def test_fit_that_does_not_fit_says_what_would(
     (value,) = re.findall(r"with --max-num-seqs (\d+) none is preempted", message)
     assert 1 <= int(value) < 4096
     assert "--max-model-len" not in message  # 4,096 of one token would be too many
+
+
+@pytest.mark.forked
+def test_fit_finds_the_longest_length(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With --max-model-len auto; a limit of the address space stands for memory."""
+    set_environment(monkeypatch, "fit")
+    model = qwen3(layers=28, max_position_embeddings=32768)
+    args = engine_args(tmp_path, "full", max_model_len=-1, max_num_seqs=16)
+    write_model(Path(args["model"]), model)
+    room = 4 << 30  # 292 blocks of 14 MiB, where 16 x 256 are needed for the whole
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+
+    llm = start(args, None)
+
+    config = llm.llm_engine.vllm_config
+    length = config.model_config.max_model_len
+    assert config.model_config.original_max_model_len == length
+    runner = llm.collective_rpc(lambda worker: worker.model_runner.max_model_len)
+    assert runner == [length]
+    # Whole blocks for each of 16: what is left is too little for 16 more.
+    assert length % 128 == 0
+    assert config.cache_config.num_gpu_blocks == 1 + 16 * length // 128
+    assert room / 2 < config.cache_config.kv_cache_memory_bytes < room
+    engine_core = llm.llm_engine.engine_core.engine_core
+    assert engine_core.scheduler.max_model_len == length
 
 
 @pytest.mark.forked

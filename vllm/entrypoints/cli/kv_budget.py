@@ -1,117 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The `kv-budget` subcommand: arguments only, the work is imported when it runs."""
+"""The `kv-budget` subcommand: its command line, which is one of `vllm serve`.
+
+It has a main() of its own, as nearly all of its time is importing vLLM: it imports
+what these arguments need, and not what the other subcommands do.
+"""
 
 import argparse
+import contextlib
 import dataclasses
+import gc
+import os
 import sys
 import typing
+from typing import Any, NoReturn
 
 from vllm.entrypoints.cli.types import CLISubcommand
-
-try:
-    from vllm.entrypoints.common.startup import (  # type: ignore[import-not-found]
-        VLLM_SUBCMD_PARSER_EPILOG,
-    )
-except ImportError:  # up to 0.32.0
-    from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
+from vllm.logger import configure_logging_from_args
 
 if typing.TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 else:
     FlexibleArgumentParser = argparse.ArgumentParser
 
+PROG = "vllm kv-budget"
 DESCRIPTION = "Show the KV cache budget that a model and its engine arguments need."
+EPILOG = """\
+All options of `vllm serve` are accepted; --help=all lists them. Those without an effect
+on the KV cache are named and ignored.
+"""
+
+
+class NotEngineArgsError(Exception):
+    """The arguments are not all engine arguments."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `vllm serve` does not have."""
+    parser.add_argument(
+        "--json", action="store_true", help="Print JSON instead of text."
+    )
+    parser.add_argument(
+        "--deploy",
+        metavar="FILE",
+        help="Plan the stages of a vllm-omni deploy file instead; "
+        "`--deploy --help` shows its options.",
+    )
+
+
+def make_parser(**kwargs: Any) -> "FlexibleArgumentParser":
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(
+        prog=PROG,
+        usage=f"{PROG} [model_tag] [options]",
+        description=f"{DESCRIPTION} Starts no engine and loads no weights. Sizes are "
+        "bytes per rank.",
+        epilog=EPILOG,
+        **kwargs,
+    )
+    add_options(parser)
+    return parser
+
+
+def parse_engine_args(arguments: list[str]) -> argparse.Namespace:
+    """Parse options of the engine alone; the server's take long to import.
+
+    Raises:
+        NotEngineArgsError: If there are others.
+
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    # An abbreviation may be one of a server option.
+    parser = make_parser(allow_abbrev=False, add_help=False)
+    parser.add_argument("model_tag", nargs="?")
+    parser.add_argument("--config")
+    parser = EngineArgs.add_cli_args(parser)
+
+    def refuse(message: str) -> NoReturn:
+        raise NotEngineArgsError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args(arguments)
+
+
+def parse_serve_args(arguments: list[str]) -> argparse.Namespace:
+    """Parse a command line of `vllm serve`, and say what of it has no effect."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.cli import serve
+
+    parser = make_parser()
+    # `serve` imports the function from wherever a release has it.
+    parser = serve.make_arg_parser(parser)
+    args = parser.parse_args(arguments)
+    takes = {field.name for field in dataclasses.fields(EngineArgs)}
+    takes |= {"help", "json", "deploy", "model_tag", "config"}
+    ignored = [
+        action.option_strings[0]
+        for action in parser._actions
+        if action.dest not in takes and getattr(args, action.dest) != action.default
+    ]
+    if ignored:
+        names = ", ".join(ignored)
+        print(f"{PROG}: ignored, no effect on the cache: {names}", file=sys.stderr)
+    return args
+
+
+def run(arguments: list[str]) -> int:
+    """Plan for the arguments behind `vllm kv-budget`, and return the exit status."""
+    if any(arg.partition("=")[0] == "--deploy" for arg in arguments):
+        from vllm.entrypoints.kv_budget_deploy import main as plan_deploy
+
+        configure_logging_from_args(argparse.Namespace())
+        return plan_deploy(arguments)
+    if {"-h", "--help"} & set(arguments):
+        print(argparse.ArgumentParser.format_help(make_parser()), end="")
+        return 0
+    try:
+        args = parse_engine_args(arguments)
+    except NotEngineArgsError:
+        args = parse_serve_args(arguments)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    configure_logging_from_args(args)
+    from vllm.entrypoints.kv_budget import main as plan
+
+    return plan(args)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run, and end without taking thousands of modules down one by one."""
+    gc.disable()  # all that is imported lives until the end
+    try:
+        status: Any = run(arguments)
+    except SystemExit as end:  # of the parser
+        status = end.code
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(status or 0)
 
 
 class KVBudgetSubcommand(CLISubcommand):
-    """The `kv-budget` subcommand for the vLLM CLI."""
+    """The subcommand, as `vllm --help` lists it."""
 
     name = "kv-budget"
-
-    @staticmethod
-    def cmd(args: argparse.Namespace) -> None:
-        if args.model_tag is not None:
-            args.model = args.model_tag
-        ignored = [
-            option
-            for dest, (option, default) in vars(args).get("no_effect", {}).items()
-            if getattr(args, dest) != default
-        ]
-        if ignored and args.deploy is None:
-            names = ", ".join(ignored)
-            print(
-                f"vllm kv-budget: ignored, no effect on the cache: {names}",
-                file=sys.stderr,
-            )
-        if args.deploy is not None:
-            from vllm.entrypoints.kv_budget_deploy import main
-        elif args.output or args.force or args.measure:
-            sys.exit(
-                "vllm kv-budget: error: --output, --force and --measure need --deploy"
-            )
-        else:
-            from vllm.entrypoints.kv_budget import main
-        sys.exit(main(args))
 
     def subparser_init(
         self, subparsers: argparse._SubParsersAction
     ) -> FlexibleArgumentParser:
-        parser = subparsers.add_parser(
-            self.name,
-            help=DESCRIPTION,
-            description=DESCRIPTION
-            + " Starts no engine and loads no weights. Sizes are bytes per rank.",
-            usage=f"vllm {self.name} [model_tag] [options]",
-        )
-        parser.add_argument(
-            "--json", action="store_true", help="Print JSON instead of text."
-        )
-        deploy = parser.add_argument_group(
-            "a vllm-omni deploy file",
-            "Plans the stages of a file for this machine, and prints it with the "
-            "`platforms: cpu:` section that fits. Engine arguments come from the file.",
-        )
-        deploy.add_argument("--deploy", metavar="FILE", help="The file to read.")
-        deploy.add_argument(
-            "--output", metavar="FILE", help="Write the file instead of printing it."
-        )
-        deploy.add_argument(
-            "--force", action="store_true", help="Overwrite the file of --output."
-        )
-        deploy.add_argument(
-            "--front-end-cores",
-            type=int,
-            default=1,
-            metavar="N",
-            help="How many cores to keep free of stages (default: 1).",
-        )
-        deploy.add_argument(
-            "--measure",
-            action="store_true",
-            help="Say how to measure the stages that cannot be planned.",
-        )
-        # As for `bench`: engine arguments are costly to declare, so only for this
-        # subcommand. They are those of `vllm serve`, so that its command line can be
-        # planned; `serve` imports the function from wherever a release has it.
-        first = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
-        if first == self.name:
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.entrypoints.cli import serve
-
-            own = {action.dest for action in parser._actions}
-            parser = serve.make_arg_parser(parser)
-            takes = {field.name for field in dataclasses.fields(EngineArgs)}
-            takes |= own | {"model_tag", "config"}
-            parser.set_defaults(
-                no_effect={
-                    action.dest: (action.option_strings[0], action.default)
-                    for action in parser._actions
-                    if action.dest not in takes
-                }
-            )
-        parser.epilog = VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=self.name)
-        return parser
+        return subparsers.add_parser(self.name, help=DESCRIPTION)
 
 
 def cmd_init() -> list[CLISubcommand]:

@@ -402,6 +402,63 @@ def _adopt_budget(worker: Any, num_bytes: int) -> None:
     worker.cache_config.kv_cache_memory_bytes = num_bytes
 
 
+def _fit_max_model_len(
+    vllm_config: VllmConfig,
+    kv_cache_specs: KVCacheSpecs,
+    budget: KVBudget,
+    collective_rpc: Callable[..., Any],
+) -> KVBudget:
+    """Find max_model_len, if it is to be found, and return the budget for it.
+
+    It is the longest of which max_num_seqs requests fit into the memory that the ranks
+    of this host share. A thirty-second of that is left, as it moves between starts.
+
+    Raises:
+        ValueError: If not even one token fits.
+
+    """
+    # Not every release that can fit has the patch with this module.
+    if vllm_config.model_config.original_max_model_len != -1 or not find_spec(
+        "vllm.v1.core.memory_check"
+    ):
+        return budget
+    from vllm.v1.core import memory_check
+
+    unlimited = UNLIMITED_MEMORY // budget.bytes_per_block
+    limits = collective_rpc(memory_check.report_limits)
+    ranks = [
+        memory_check.RankMemory(unlimited, unlimited * rank.bytes_per_block, of_rank)
+        for rank, of_rank in zip(budget.ranks, limits, strict=True)
+    ]
+    plans = memory_check.gather_plans(vllm_config, ranks)
+    num_engines = getattr(memory_check._local_engines, "num_engines", 1)
+    shortage = memory_check.find_shortage(
+        [rank for ranks in plans for rank in ranks] * num_engines
+    )
+    if shortage is None:
+        return budget
+    longest = longest_model_len(
+        vllm_config,
+        kv_cache_specs,
+        shortage.num_blocks * budget.bytes_per_block,
+        budget.max_num_seqs,
+    )
+    length = min(memory_check.gather_plans(vllm_config, longest))
+    if not length:
+        limit = shortage.limit
+        raise ValueError(
+            f"VLLM_CPU_KVCACHE_SPACE=fit with --max-model-len auto: "
+            f"{format_bytes(limit.available)} is available ({limit.name}), too little "
+            f"for one token of each of max_num_seqs={budget.max_num_seqs} requests."
+        )
+    model_config = vllm_config.model_config
+    model_config.max_model_len = model_config.original_max_model_len = length
+    collective_rpc("update_max_model_len", args=(length,))
+    found = plan_kv_budget(vllm_config, kv_cache_specs)
+    assert found is not None
+    return found
+
+
 def fit_kv_cache(
     vllm_config: VllmConfig,
     kv_cache_specs: KVCacheSpecs,
@@ -448,6 +505,8 @@ def fit_kv_cache(
         )
         num_bytes = override * budget.bytes_per_block
         budget = replace(budget, num_blocks=override, num_bytes=num_bytes)
+    else:
+        budget = _fit_max_model_len(vllm_config, kv_cache_specs, budget, collective_rpc)
     plans = [(budget.num_blocks, budget.num_bytes)]
     # Not every release that can fit has the patch with this module.
     if find_spec("vllm.v1.core.memory_check"):
