@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from pull_request import make as pr
 
 PINNED = load_release()
 RELEASES = list(read_pins()["release"])
+# A file with the line ends of another system.
+DOS = "vllm/config/fault_tolerance.py"
 
 
 def sdist(release: Release) -> Path:
@@ -190,6 +194,27 @@ def hostile_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "C")
 
 
+Part = Callable[[Release], Path]
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory) -> Part:
+    """Makes an sdist of what patches touch, of which a worktree takes a second."""
+    folder = tmp_path_factory.mktemp("part")
+
+    def make(release: Release) -> Path:
+        path = folder / release.sdist.file
+        text = "".join(patch.read_text() for patch in release.series)
+        names = {*re.findall(r"^--- a/(.+)$", text, re.M), ".gitignore", "README.md"}
+        with tarfile.open(sdist(release)) as whole, tarfile.open(path, "w") as out:
+            for member in whole:
+                if member.name.partition("/")[2] in names | {DOS}:
+                    out.addfile(member, whole.extractfile(member))
+        return path
+
+    return make
+
+
 @pytest.fixture
 def patches(tmp_path: Path) -> Path:
     """A copy of patches/, for a test to write to."""
@@ -214,11 +239,11 @@ def edit(tree: Path, text: str, *commit: str, file: str = "README.md") -> None:
 
 
 @pytest.mark.usefixtures("hostile_git")
-def test_round_trip_changes_no_byte(tmp_path: Path, patches: Path) -> None:
+def test_round_trip_changes_no_byte(tmp_path: Path, patches: Path, part: Part) -> None:
     before = files(patches)
     tree = tmp_path / "tree"
 
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.make_worktree(part(PINNED), PINNED, tree)
 
     assert queue.refresh(PINNED, tree, patches) == []
     assert files(patches) == before
@@ -308,10 +333,10 @@ def last_shared_and_own() -> list[str]:
 
 
 def test_refresh_adds_and_renumbers(
-    tmp_path: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, patches: Path, part: Part, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.make_worktree(part(PINNED), PINNED, tree)
     last, *own = last_shared_and_own()
     number, _, rest = last.partition("-")
     renumbered = f"{int(number) + 1:04d}-{rest}"
@@ -344,11 +369,11 @@ def test_refresh_adds_and_renumbers(
 
 
 def test_refresh_writes_only_what_changed(
-    tmp_path: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, patches: Path, part: Part, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not the later patches of the same file; a release's own copy is named."""
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.make_worktree(part(PINNED), PINNED, tree)
     first = patches / PINNED.series[0].name
     copies = list(patches.glob(f"v*/{first.name}"))
     assert copies
@@ -401,10 +426,10 @@ def test_worktree_imports_its_own_vllm(tmp_path: Path, patches: Path) -> None:
 
 
 def test_refresh_drops_a_patch_that_no_other_release_has(
-    tmp_path: Path, patches: Path
+    tmp_path: Path, patches: Path, part: Part
 ) -> None:
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.make_worktree(part(PINNED), PINNED, tree)
     last, *own = last_shared_and_own()
     queue.git(tree, "reset", "--quiet", "--hard", f"HEAD~{1 + len(own)}")
     before = files(patches)
@@ -423,7 +448,7 @@ def test_refresh_drops_a_patch_that_no_other_release_has(
 
 
 def test_refresh_of_another_release_writes_only_its_own(
-    tmp_path: Path, patches: Path
+    tmp_path: Path, patches: Path, part: Part
 ) -> None:
     release = next(
         release
@@ -433,7 +458,7 @@ def test_refresh_of_another_release_writes_only_its_own(
     own = patches / release.series[0].relative_to(PATCHES)
     substance = substances(patches)
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(release), release, tree)
+    queue.make_worktree(part(release), release, tree)
 
     own.write_bytes(b"gone")
     assert queue.refresh(release, tree, patches) == [own]
@@ -464,21 +489,20 @@ def test_copy_that_releases_share_keeps_its_line_numbers(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("hostile_git")
 def test_refreshed_series_makes_the_same_worktree(
-    tmp_path: Path, patches: Path
+    tmp_path: Path, patches: Path, part: Part
 ) -> None:
     """Also where upstream's file has line ends of another system."""
-    dos = "vllm/config/fault_tolerance.py"
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
-    assert (tree / dos).read_bytes().endswith(b"\r\n")
-    edit(tree, "# more\r\n", "-m", "[Misc] Say more", file=dos)
+    queue.make_worktree(part(PINNED), PINNED, tree)
+    assert (tree / DOS).read_bytes().endswith(b"\r\n")
+    edit(tree, "# more\r\n", "-m", "[Misc] Say more", file=DOS)
     edit(tree, "größer\n", "-m", "[Doc] Say it in UTF-8: größer")
 
     queue.refresh(PINNED, tree, patches)
 
     series = read_series(patches / "series")
     again = tmp_path / "again"
-    queue.make_worktree(sdist(PINNED), replace(PINNED, series=series), again)
+    queue.make_worktree(part(PINNED), replace(PINNED, series=series), again)
     assert files(again) == files(tree)
     subjects = [
         queue.git(folder, "log", "--format=%an %ae %ad %B", queue.BRANCH)
@@ -501,10 +525,10 @@ def test_refreshed_series_makes_the_same_worktree(
     ],
 )
 def test_refresh_refuses_what_is_no_series(
-    tmp_path: Path, patches: Path, command: list[str], message: str
+    tmp_path: Path, patches: Path, part: Part, command: list[str], message: str
 ) -> None:
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.make_worktree(part(PINNED), PINNED, tree)
     before = files(patches)
     queue.git(tree, *command)
 
@@ -515,11 +539,11 @@ def test_refresh_refuses_what_is_no_series(
 
 
 def test_refresh_refuses_subjects_that_begin_alike(
-    tmp_path: Path, patches: Path
+    tmp_path: Path, patches: Path, part: Part
 ) -> None:
     """The number of a patch may change, so it is known by the rest of its name."""
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.make_worktree(part(PINNED), PINNED, tree)
     before = files(patches)
     subject = "[Bugfix] Leave the null block out of the maximum concurrency of all"
     edit(tree, "more\n", "-m", subject)
@@ -530,9 +554,11 @@ def test_refresh_refuses_subjects_that_begin_alike(
     assert files(patches) == before
 
 
-def test_refresh_refuses_what_is_not_committed(tmp_path: Path, patches: Path) -> None:
+def test_refresh_refuses_what_is_not_committed(
+    tmp_path: Path, patches: Path, part: Part
+) -> None:
     tree = tmp_path / "tree"
-    queue.make_worktree(sdist(PINNED), PINNED, tree)
+    queue.make_worktree(part(PINNED), PINNED, tree)
     before = files(patches)
     for name in ("README.md", "a-new-file.py"):
         (tree / name).write_text("edited")

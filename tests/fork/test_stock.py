@@ -13,7 +13,11 @@ from cpu_wheel import install, steps
 from cpu_wheel.paths import ROOT
 from cpu_wheel.pins import Release
 
-WITHOUT_AN_ENGINE = ("tests/platforms/test_cpu_kv_cache_budget.py",)
+WITHOUT_AN_ENGINE = (
+    "tests/model_executor/test_cpu_x86_kernels.py",
+    "tests/platforms/test_cpu_kv_cache_budget.py",
+    "tests/platforms/test_cpu_kv_cache_capacity.py",
+)
 WITH_ENGINES = (
     "tests/platforms/test_cpu_kv_cache_allocation.py",
     "tests/platforms/test_cpu_kv_cache_messages.py",
