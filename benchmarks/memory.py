@@ -584,20 +584,25 @@ def show_sleep(records: list[Record]) -> None:
                         "yes" if same else "no",
                     )
                 )
+                a_gib = (
+                    r["sleep 1, s"] / (r["awake"] - r["asleep 1"]) * GiB for r in rows
+                )
+                taken = [[r[f"{k}, CPU s"] for k in requests] for r in rows]
                 times.append(
                     (
                         *case,
                         *(spread((r[k] for r in rows), "{:.3f}") for k in seconds),
-                        *(
-                            spread((r[f"{k}, CPU s"] for r in rows), "{:.3f}")
-                            for k in requests
-                        ),
+                        "–" if mode == "stock" else spread(a_gib, "{:.3f}"),
+                        *(spread(each, "{:.3f}") for each in zip(*taken, strict=True)),
+                        spread((after / first for first, after, _ in taken), "{:.2f}"),
                     )
                 )
     head = ("prefix caching", "budget, MiB", "mode")
     last = ("asleep 1 / without a cache", "same tokens")
     print_table((*head, *points, *last), memory)
-    print_table((*head, *seconds, *(f"{name}, CPU s" for name in requests)), times)
+    in_cpu = (f"{name}, CPU s" for name in requests)
+    ratios = ("sleep 1, s a GiB given back", *in_cpu, "after 1 / first")
+    print_table((*head, *seconds, *ratios), times)
 
 
 SHOW = {

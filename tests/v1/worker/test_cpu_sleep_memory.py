@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.v1.worker.cpu_kv_cache_report import rss_anon
-from vllm.v1.worker.cpu_kv_cache_memory import zeros_committed_on_use
 from vllm.v1.worker.cpu_sleep import (
     buffers_of,
     commit_kv_cache,
@@ -28,13 +26,24 @@ PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None)
 
 
+def rss_anon() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def untouched_zeros(num_bytes: int) -> torch.Tensor:
+    """A private mapping, of which no page takes memory yet."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.int8)
+
+
 def malloced_ones(num_bytes: int) -> torch.Tensor:
     """Memory of an allocator, which may share its first and last page."""
     return torch.ones(num_bytes, dtype=torch.int8)
 
 
 def mapped_ones(num_bytes: int) -> torch.Tensor:
-    return zeros_committed_on_use(num_bytes).fill_(1)
+    return untouched_zeros(num_bytes).fill_(1)
 
 
 @pytest.mark.parametrize("ones", [malloced_ones, mapped_ones])
@@ -64,7 +73,7 @@ def test_locked_memory_is_not_silently_kept() -> None:
 
 
 def test_commit_takes_all_at_once() -> None:
-    cache = zeros_committed_on_use(64 * MiB)
+    cache = untouched_zeros(64 * MiB)
     before = rss_anon()
 
     commit_kv_cache([cache])
@@ -75,7 +84,7 @@ def test_commit_takes_all_at_once() -> None:
 def test_commit_of_more_than_is_free_is_refused() -> None:
     meminfo = Path("/proc/meminfo").read_text()
     free = int(meminfo.partition("MemAvailable:")[2].split()[0]) << 10
-    caches = [zeros_committed_on_use(free * 3 // 4) for _ in range(2)]
+    caches = [untouched_zeros(free * 3 // 4) for _ in range(2)]
     before = rss_anon()
 
     with pytest.raises(
