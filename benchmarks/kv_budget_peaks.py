@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks that are planned, beside the most that an engine uses, by kind of model.
 
-`python -m benchmarks.kv_budget_peaks` runs two requests of full length at once in each
-engine, in a forked child a kind, on the dummy models of the tests, and prints
+`python -m benchmarks.kv_budget_peaks` runs two requests of full length in each engine,
+in a forked child a kind, on the dummy models of the tests, and prints
 docs/results/kv-budget-peaks.md.
 """
 
@@ -17,8 +17,10 @@ from tests.platforms.cpu_kv_cache_child import in_child
 HEAD = """# Planned blocks, and blocks in use
 
 `python -m benchmarks.kv_budget_peaks` prints this page. Each engine has the planned
-budget and runs two requests of full length at once (`max_model_len` 512, a prompt of
-488 tokens, `max_num_batched_tokens` 512). The null block is not counted.
+budget and runs two requests of full length (`max_model_len` 512,
+`max_num_batched_tokens` 512): both with a prompt of 488 tokens at once, and one that is
+about to end when another comes with a prompt of full length. The null block is not
+counted.
 {date}, {machine}:
 """
 KINDS = (
@@ -53,8 +55,14 @@ def measure(kind: str) -> tuple[object, ...]:
         budget = plan_for(args).budget
         assert budget is not None
         llm = start(args, budget.num_bytes)
-        running, preemptions, peak = run(llm, kind, args["max_model_len"] - 24)
-    return kind, budget.num_blocks - 1, peak, running, preemptions
+        runs = [
+            run(llm, kind, args["max_model_len"] - 24),
+            run(llm, kind, 8, late=True),
+        ]
+    planned, peak = budget.num_blocks - 1, max(found.peak_blocks for found in runs)
+    running = max(found.running for found in runs)
+    preemptions = sum(found.preemptions for found in runs)
+    return kind, planned, peak, f"{planned / peak:.2f}", running, preemptions
 
 
 def main() -> None:
@@ -66,7 +74,7 @@ def main() -> None:
     for kind in KINDS:
         print(f"kv_budget_peaks: {kind} ...", file=sys.stderr, flush=True)
         rows.append(in_child(measure, kind=kind))
-    head = ("kind", "planned", "most in use", "ran at once", "preemptions")
+    head = ("kind", "planned", "most in use", "ratio", "ran at once", "preemptions")
     print(HEAD.format(**place()))
     print(table(head, rows))
 

@@ -36,7 +36,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-hybrid-prefix": ("mamba-hybrid", {"enable_prefix_caching": True}),
     "encoder-decoder": (
         "encoder-decoder",
-        {"max_model_len": 448, "max_num_batched_tokens": 2048},
+        # Each encoder's tokens are counted as the most of a batch: 1,500 are needed.
+        {"max_model_len": 448, "max_num_batched_tokens": 1536},
     ),
     "embedding-decoder": ("embedding-decoder", {"runner": "pooling"}),
     "embedding-encoder": ("embedding-encoder", {"runner": "pooling"}),
@@ -111,23 +112,35 @@ def prompt(model: str, number: int, length: int) -> Any:
     return {"prompt_token_ids": tokens}
 
 
-def run(llm: LLM, kind: str, prompt_len: int) -> Run:
-    """Run requests that grow from prompt_len to max_model_len, all at once."""
+def run(llm: LLM, kind: str, prompt_len: int, late: bool = False) -> Run:
+    """Run requests that grow from prompt_len to max_model_len, all at once.
+
+    If late, the last has a prompt of full length, and comes when the others are about
+    to end: then most blocks are in use.
+    """
     engine = llm.llm_engine
     config = engine.vllm_config
     scheduler = engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    max_tokens = config.model_config.max_model_len - prompt_len
+    max_model_len = config.model_config.max_model_len
     model, _ = VARIANTS.get(kind, (kind, {}))
-    for number in range(config.scheduler_config.max_num_seqs):
+
+    def add(number: int, prompt_len: int) -> None:
         params: Any
         if kind.startswith("embedding"):
             params = PoolingParams(task="embed")
         else:
             params = SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, detokenize=False, temperature=0
+                max_tokens=max_model_len - prompt_len,
+                ignore_eos=True,
+                detokenize=False,
+                temperature=0,
             )
         engine.add_request(str(number), prompt(model, number, prompt_len), params)
+
+    at_once = config.scheduler_config.max_num_seqs - late
+    for number in range(at_once):
+        add(number, prompt_len)
     running = preemptions = peak = 0
     schedule = scheduler.schedule
 
@@ -142,6 +155,11 @@ def run(llm: LLM, kind: str, prompt_len: int) -> Run:
 
     scheduler.schedule = schedule_and_count
     while engine.has_unfinished_requests():
+        lengths = [request.num_tokens for request in scheduler.requests.values()]
+        if late and max(lengths, default=0) >= max_model_len - 2:
+            # Some models put a token of their own before it.
+            add(at_once, max_model_len - 2)
+            late = False
         engine.step()
     return Run(running, preemptions, peak)
 
