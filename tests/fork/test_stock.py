@@ -32,7 +32,10 @@ WITH_ENGINES = (
         )
     ),
 )
-IN_CONTROL_GROUPS = ("tests/v1/core/test_memory_control_groups.py",)
+IN_CONTROL_GROUPS = (
+    "tests/v1/core/test_memory_control_groups.py",
+    "tests/v1/worker/test_cpu_sleep_shared.py",
+)
 FAILS_ON_STOCK = Path(__file__).with_name("fails_on_stock.txt")
 
 

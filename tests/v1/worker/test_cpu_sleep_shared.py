@@ -72,10 +72,16 @@ def enter(group: Group) -> None:
     getattr(get_cgroup_memory_limit, "cache_clear", lambda: None)()
 
 
-def serve(model: str, commit: str, group: Group, pipe: Connection) -> None:
+def serve(
+    model: str, commit: str, sleeps: bool, group: Group, pipe: Connection
+) -> None:
     """Answer "fill", "sleep" and "wake_up" until the pipe ends."""
     (group.folder / "cgroup.procs").write_text(str(os.getpid()))
-    arguments = ARGUMENTS | {"kv_cache_memory_bytes": BUDGET, "load_format": "dummy"}
+    arguments = ARGUMENTS | {
+        "kv_cache_memory_bytes": BUDGET,
+        "load_format": "dummy",
+        "enable_sleep_mode": sleeps,
+    }
     engine = with_variables(
         partial(LLM, model, **arguments),
         VLLM_CPU_KVCACHE_COMMIT=commit,
@@ -96,11 +102,13 @@ def serve(model: str, commit: str, group: Group, pipe: Connection) -> None:
 
 
 class Engine:
-    def __init__(self, model: str, commit: str, group: Group) -> None:
+    def __init__(
+        self, model: str, commit: str, group: Group, sleeps: bool = True
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=serve, args=(model, commit, group, theirs)
+            target=serve, args=(model, commit, sleeps, group, theirs)
         )
         self.process.start()
         theirs.close()
@@ -147,12 +155,14 @@ def test_all_serve_in_turn(tmp_path: Path, group: Group, commit: str) -> None:
 
 
 def test_not_all_are_there_without_sleep(tmp_path: Path, group: Group) -> None:
-    """As on stock vLLM: not one sleeps, so one is killed or does not start."""
+    """None sleeps, so one is killed or does not start; on stock vLLM too."""
     model = write_model(tmp_path / "model", llama(LAYERS, KV_HEADS, HEAD_DIM))
     engines: list[Engine] = []
     try:
-        for _ in range(3):
-            engines.append(Engine(model, "startup", group))
+        engines.append(Engine(model, "startup", group, sleeps=False))
+        assert engines[0].ask() == "started"
+        for _ in range(2):
+            engines.append(Engine(model, "startup", group, sleeps=False))
             with contextlib.suppress(EOFError):
                 engines[-1].ask()
         for engine in engines:
