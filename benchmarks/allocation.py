@@ -22,9 +22,10 @@ from checks.report import table
 from cpu_wheel.paths import BUILD, ROOT
 from cpu_wheel.pins import load_release
 from cpu_wheel.settings import Settings, inherited
-from cpu_wheel.steps import stock_folder
+from cpu_wheel.steps import make_stock, stock_folder
 from tests.platforms.cpu_kv_cache_child import in_child
 
+VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 MiB = 1 << 20
 GiB = 1 << 30
 
@@ -163,22 +164,31 @@ def main() -> int:
         measure(arguments.results)
         return 0
 
+    settings = Settings.from_environment()
+    release = load_release(settings.release)
+    builds = ["stock", "fork"]
+    if release.published_native_wheel:
+        make_stock(settings)
+    else:
+        builds.remove("stock")
+        print(
+            f"allocation: no native wheel of vLLM {release.version} is published, so "
+            "there is no stock build beside it",
+            file=sys.stderr,
+        )
     # Side by side, where two engines with the largest budget fit.
     fits = psutil.virtual_memory().available > 12 * GiB
-    with concurrent.futures.ThreadPoolExecutor(2 if fits else 1) as builds:
-        stock, fork = builds.map(
-            lambda build: run(build, BUILD / f"allocation-{build}.log"),
-            ("stock", "fork"),
-        )
+    with concurrent.futures.ThreadPoolExecutor(2 if fits else 1) as pool:
+        logs = [BUILD / f"allocation-{build}.log" for build in builds]
+        results = list(zip(*pool.map(run, builds, logs), strict=True))
     rows: list[dict[str, Any]] = [
         {
             "VLLM_CPU_KVCACHE_SPACE": row.variable,
             "kv_cache_memory_bytes": row.explicit,
-            "stock": stock_result,
-            "fork": fork_result,
-            "as expected": as_expected(row, fork_result),
+            **dict(zip(builds, result, strict=True)),
+            "as expected": as_expected(row, result[-1]),
         }
-        for row, stock_result, fork_result in zip(ROWS, stock, fork, strict=True)
+        for row, result in zip(ROWS, results, strict=True)
     ]
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -187,13 +197,11 @@ def main() -> int:
             (
                 row.variable or "(empty)",
                 f"{row.explicit // MiB} MiB" if row.explicit else "–",
-                show(stock_result),
-                show(fork_result),
+                *map(show, result),
             )
-            for row, stock_result, fork_result in zip(ROWS, stock, fork, strict=True)
+            for row, result in zip(ROWS, results, strict=True)
         )
-        settings = ("VLLM_CPU_KVCACHE_SPACE", "kv_cache_memory_bytes")
-        print(table((*settings, "stock", "fork"), cells))
+        print(table((VARIABLE, "kv_cache_memory_bytes", *builds), cells))
     wrong = [
         row.variable
         for row, result in zip(ROWS, rows, strict=True)

@@ -38,9 +38,8 @@ def build_wheel(
     if status := main(["wheel", "--dist-dir", wheel_directory]):
         sys.exit(status)
     settings = Settings.from_environment()
-    return wheel_name(
-        load_release(settings.release).wheel_version, settings.precompiled
-    )
+    release = load_release(settings.release)
+    return wheel_name(release.wheel_version, not settings.compiles(release))
 
 
 def build_sdist(

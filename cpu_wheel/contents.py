@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from cyclonedx.model import HashAlgorithm, HashType
 from cyclonedx.model.bom import Bom
@@ -36,6 +37,22 @@ SBOM = "sboms/vllm.cdx.json"
 COMPILED_MODULES = ("spinloop", "fs_io_C")
 KERNELS = r"vllm/_C(_AVX512|_AVX2)?\.abi3\.so"
 COMPILED = rf"vllm/(spinloop|fs_io_C)\.abi3\.so|{KERNELS}|vllm/libs/libtcmalloc.*"
+
+
+class Natives(NamedTuple):
+    """Native modules to build a wheel from.
+
+    Attributes:
+        archive: A zip that has them where a wheel has.
+        modules: Those that the wheel must have, at least.
+        components: What they come from, for the bill of materials.
+        torch: The torch that the wheel requires instead of upstream's, if any.
+    """
+
+    archive: Path
+    modules: tuple[str, ...]
+    components: list[Component]
+    torch: str | None = None
 
 
 def sha256_component(kind: ComponentType, name: str, digest: str) -> Component:

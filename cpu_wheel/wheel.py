@@ -114,24 +114,20 @@ def build_environment(version: str, epoch: int) -> dict[str, str]:
 
 
 def run_setup(
-    tree: Path, dist: Path, precompiled: bool, environment: dict[str, str], log: Path
+    tree: Path, arguments: list[str], environment: dict[str, str], log: Path
 ) -> None:
     """Run upstream's setup.py in a tree, and show how far a compilation is.
 
     Args:
         tree: The tree, which is written to.
-        dist: The folder that takes the wheel, whose members are not compressed.
-        precompiled: See platform_tag.
+        arguments: The command of setup.py with its options.
         environment: All variables of the build.
         log: The file that takes upstream's output.
 
     Raises:
         BuildError: Upstream's build failed; gives its first error.
     """
-    command = [sys.executable, "setup.py", "--quiet", "--no-user-cfg"]
-    command += ["bdist_wheel", "--dist-dir", str(dist), "--compression=stored"]
-    command += ["--py-limited-api", PYTHON_TAG]
-    command += ["--plat-name", platform_tag(precompiled)]
+    command = [sys.executable, "setup.py", "--quiet", "--no-user-cfg", *arguments]
     with (
         log.open("w") as output,
         subprocess.Popen(
@@ -178,7 +174,7 @@ def first_error(log: Path) -> str:
 
 def build(
     source: Path,
-    native_wheel: Path,
+    natives: contents.Natives,
     version: str,
     epoch: int,
     sbom: bytes,
@@ -189,7 +185,7 @@ def build(
 
     Args:
         source: The patched tree; it is copied, never written to.
-        native_wheel: The verified wheel that holds the native modules.
+        natives: The native modules.
         version: The wheel's version.
         epoch: See build_environment.
         sbom: The bill of materials that the wheel is to carry.
@@ -205,28 +201,26 @@ def build(
         copy_tree(source, tree)
         environment = build_environment(version, epoch) | {
             "VLLM_USE_PRECOMPILED": "1",
-            "VLLM_PRECOMPILED_WHEEL_LOCATION": str(native_wheel),
+            "VLLM_PRECOMPILED_WHEEL_LOCATION": str(natives.archive),
         }
-        run_setup(tree, folder, True, environment, log)
-        finish(folder / wheel.name, version, NATIVE_MODULES, epoch, sbom, wheel)
+        if natives.torch:
+            require_torch(tree / "requirements/cpu.txt", natives.torch)
+        command = ["bdist_wheel", "--dist-dir", str(folder), "--compression=stored"]
+        command += ["--py-limited-api", PYTHON_TAG]
+        command += ["--plat-name", wheel.stem.rpartition("-")[2]]
+        run_setup(tree, command, environment, log)
+        built = folder / wheel.name
+        check_wheel(built, version, natives.modules)
+        with making(wheel) as partial:
+            pack(built, partial, epoch, sbom)
 
 
-def finish(
-    built: Path,
-    version: str,
-    modules: Iterable[str],
-    epoch: int,
-    sbom: bytes,
-    wheel: Path,
-) -> None:
-    """Check and compress the wheel that upstream's build made.
-
-    Raises:
-        BuildError: The wheel is not what it must be.
-    """
-    check_wheel(built, version, modules)
-    with making(wheel) as partial:
-        pack(built, partial, epoch, sbom)
+def require_torch(requirements: Path, version: str) -> None:
+    """Let upstream's requirements ask for the torch that modules were linked with."""
+    text = requirements.read_text()
+    requirements.write_text(
+        re.sub(r"^torch==[^;\s]+", f"torch=={version}", text, flags=re.M)
+    )
 
 
 def copy_tree(source: Path, tree: Path) -> None:

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> None:
     release = load_release(settings.release)
     contents.read_wheel(arguments.wheel, release)  # before anything is fetched
     # The one who verifies says so, never the wheel; and against our own tree.
-    compiled = not settings.precompiled or not release.published_native_wheel
+    compiled = settings.compiles(release)
     kinds, wrong = contents.verify(
         arguments.wheel,
         release,

@@ -66,7 +66,7 @@ def build(tree: Path, release: Release, tmp_path: Path) -> Callable[..., str]:
     """Build from source and return the one line with which that ends."""
 
     def build(tree: Path = tree, release: Release = release) -> str:
-        path = tmp_path / "dist" / wheel.wheel_name(release.wheel_version, False)
+        path = tmp_path / "native.zip"
         with pytest.raises(BuildError) as error:
             settings = Settings.from_environment()
             compiled.build(tree, release, 1 << 30, settings, tmp_path, path)
@@ -268,10 +268,18 @@ def test_bad_choice_of_native_modules(run: Run) -> None:
     assert "or 0, to compile them" in line
 
 
-@pytest.mark.parametrize("value", ["0", "false"])
-def test_choice_of_native_modules(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "compiles"),
+    [("0", (1, 1)), ("false", (1, 1)), ("1", (0, 0)), ("", (0, 1))],
+)
+def test_choice_of_native_modules(
+    value: str, compiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If nothing is said, they are compiled where no wheel has them."""
     monkeypatch.setenv("VLLM_USE_PRECOMPILED", value)
-    assert Settings.from_environment().precompiled is False
+    settings = Settings.from_environment()
+    releases = load_release("0.32.0"), load_release("0.34.0")
+    assert tuple(map(settings.compiles, releases)) == compiles
     assert "-linux_" in wheel.wheel_name("0.32.0+cpu.kv1", precompiled=False)
 
 
@@ -284,13 +292,46 @@ def test_only_what_differs_is_compiled_again(tmp_path: Path) -> None:
     compiled.update(tree, work)
     before = {path: path.stat().st_mtime_ns for path in work.rglob("*.cpp")}
     (tree / "csrc/b.cpp").write_text("changed")
-    (work / "vllm").mkdir()
-    (work / "vllm/dropped.py").touch()
     compiled.update(tree, work)
-    assert not (work / "vllm/dropped.py").exists()
     after = {path: path.stat().st_mtime_ns for path in work.rglob("*.cpp")}
     assert {p.name for p in before if before[p] != after[p]} == {"b.cpp"}
     assert (work / "csrc/b.cpp").read_text() == "changed"
+
+
+def test_key_is_of_what_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a change of Python files compiles nothing, and one of anything else does."""
+    tree = tmp_path / "tree"
+    for name in (
+        "setup.py",
+        "csrc/a.cpp",
+        "cmake/b.cmake",
+        "vllm/c.py",
+        "oneDNN/d.hpp",
+    ):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    settings = Settings(onednn=tree / "oneDNN")
+    keys = [compiled.native_key(tree, "2.14.0+cpu", settings)]
+    (tree / "vllm/c.py").write_text("changed")
+    assert compiled.native_key(tree, "2.14.0+cpu", settings) == keys[0]
+
+    for name in ("setup.py", "csrc/a.cpp", "cmake/b.cmake", "oneDNN/d.hpp"):
+        (tree / name).write_text("changed")
+        keys.append(compiled.native_key(tree, "2.14.0+cpu", settings))
+    keys.append(compiled.native_key(tree, "2.14.1+debian", settings))
+    keys.append(compiled.native_key(tree, "2.14.0+cpu", Settings(variants="avx2")))
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    keys.append(compiled.native_key(tree, "2.14.0+cpu", settings))
+    assert len({*keys}) == len(keys)
+
+
+def test_wheel_asks_for_the_torch_that_was_linked(tmp_path: Path) -> None:
+    requirements = tmp_path / "cpu.txt"
+    requirements.write_text("numba\ntorch==2.14.0+cpu; sys\ntorchvision\n")
+    wheel.require_torch(requirements, "2.14.1+debian")
+    assert "\ntorch==2.14.1+debian; sys\ntorchvision\n" in requirements.read_text()
 
 
 def test_bill_of_materials_names_the_compiler(release: Release) -> None:

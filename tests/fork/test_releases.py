@@ -172,16 +172,24 @@ def test_unknown_release_is_refused_in_one_line() -> None:
     assert "'0.1.0'" in line and PINNED.version in line
 
 
-def test_wheel_without_a_native_wheel_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_compiler_that_is_too_old_is_refused_before_any_download(
+    tmp_path: Path,
+) -> None:
+    """A release without a native wheel is compiled, without being asked to."""
     pins = read_pins()["release"]
     version = next(v for v, pin in pins.items() if "native-wheel" not in pin)
 
-    result = cpu_wheel("wheel", "--dist-dir", str(tmp_path), CPU_WHEEL_RELEASE=version)
+    compiler = tmp_path / "g++-12"
+    compiler.write_text("#!/bin/sh\necho 12 2 __clang_major__\n")
+    compiler.chmod(0o755)
 
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert version in line and "native wheel" in line
-    assert not list(tmp_path.iterdir())
+    for command in ("torch", "wheel"):
+        result = cpu_wheel(command, CPU_WHEEL_RELEASE=version, CXX=str(compiler))
+
+        assert result.returncode == 1
+        (line,) = result.stderr.splitlines()
+        assert f"g++ 12.3 or newer, named by CXX ({compiler} is 12.2)" in line
+        assert f"(to compile vLLM {version})" in line
 
 
 @pytest.fixture
