@@ -31,7 +31,7 @@ environment variables, read by every command and by setup.py, pip and CMake:
   CPU_WHEEL_NATIVE_WHEEL  the wheel whose native modules are used; likewise
   CPU_WHEEL_TREE          a tree that is patched already; then no sdist is needed
   CPU_WHEEL_CACHE         the folder of downloads (default: build/downloads)
-  VLLM_USE_PRECOMPILED    0: compile the native modules (default: 1)
+  VLLM_USE_PRECOMPILED    0: compile the native modules (default: if no wheel has them)
   SOURCE_DATE_EPOCH       the time of the wheel's members (default: the sdist's)
 
 when the native modules are compiled, upstream's build reads these too, among others:
