@@ -63,15 +63,15 @@ def use_system_torch(release: Release) -> bool:
         Whether they have.
     """
     ask = "from importlib.metadata import version; print(version('torch'))"
-    base = [str(Path(sys.base_prefix) / "bin" / Path(sys.executable).name), "-I"]
+    python = Path(sys.executable).resolve()
     result = subprocess.run(
-        [*base, "-c", ask], capture_output=True, text=True, check=False
+        [python, "-I", "-c", ask], capture_output=True, text=True, check=False
     )
     found = result.stdout.strip()
     config = Path(sys.prefix) / "pyvenv.cfg"
     if not release.takes_torch(found) or not config.is_file():
         return False
-    print(f"cpu_wheel: taking torch {found} of {base[0]}", file=sys.stderr)
+    print(f"cpu_wheel: taking torch {found} of {python}", file=sys.stderr)
     no, yes = (f"include-system-site-packages = {word}" for word in ("false", "true"))
     config.write_text(config.read_text().replace(no, yes))
     return True
