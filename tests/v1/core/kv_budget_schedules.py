@@ -12,9 +12,9 @@ from typing import NamedTuple
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_sizes import get_kv_cache_configs
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -45,7 +45,7 @@ def make_scheduler(
     config: VllmConfig, layers: Layers, num_bytes: int
 ) -> tuple[Scheduler, int]:
     """A scheduler over the blocks of a budget, and its hash block size."""
-    configs = get_kv_cache_configs(config, [dict(layers)], [num_bytes])
+    configs = get_kv_cache_configs(config, [dict(layers)], num_bytes)
     kv_cache_config = generate_scheduler_kv_cache_config(configs)
     config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
