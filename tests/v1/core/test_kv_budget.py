@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.platforms.cpu_kv_cache_utils import needs_speculative_decoding
 from tests.v1.core.kv_budget_engine import engine_args, plan_for, set_environment
 from tests.v1.core.kv_budget_models import (
     FULL,
@@ -156,6 +157,7 @@ def test_stages_need_only_their_own_layers(
 
 
 @pytest.mark.forked
+@needs_speculative_decoding
 def test_draft_layers_are_counted(tmp_path: Path) -> None:
     target = plan(tmp_path / "target", "full")
     both = plan(tmp_path / "both", "draft")
