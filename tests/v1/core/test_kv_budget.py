@@ -16,7 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.platforms.cpu_kv_cache_utils import needs_speculative_decoding
+from tests.platforms.cpu_kv_cache_utils import (
+    STANDALONE_RUNNER,
+    needs_speculative_decoding,
+)
 from tests.v1.core.kv_budget_engine import engine_args, plan_for, set_environment
 from tests.v1.core.kv_budget_models import (
     FULL,
@@ -485,6 +488,18 @@ BLOOM = {
             [],
             "BloomForCausalLM needs real weights while it is built",
             id="needs-weights",
+        ),
+        pytest.param(
+            MODELS["full"],
+            [
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 4}',
+            ],
+            "does not yet support: speculative decoding",
+            id="runner-without-it",
+            marks=pytest.mark.skipif(
+                not STANDALONE_RUNNER, reason="this model runner decodes speculatively"
+            ),
         ),
     ],
 )
