@@ -64,7 +64,7 @@ budgets = pytest.mark.parametrize(
 
 # On x86 that of 0.34.0 without triton-cpu; older releases do not have it.
 STANDALONE_RUNNER = getattr(
-    current_platform, "uses_standalone_cpu_model_runner", lambda: False
+    type(current_platform), "uses_standalone_cpu_model_runner", lambda: False
 )()
 needs_speculative_decoding = pytest.mark.skipif(
     STANDALONE_RUNNER,
