@@ -9,8 +9,8 @@ and no other process, and then asked by the functions that a worker calls.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -28,9 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import (
-    _LOAD_FORMAT_TO_MODEL_LOADER,
     BaseModelLoader,
     get_model,
+    register_model_loader,
 )
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -39,9 +39,6 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import select_common_block_size
-
-NO_WEIGHTS = "no_weights"
-"""The load format under which a model is built on the meta device."""
 
 
 class WorkerSpecs(NamedTuple):
@@ -82,6 +79,13 @@ class NoWeightsLoader(BaseModelLoader):
             ) from error
 
 
+@cache
+def no_weights() -> str:
+    """Return the load format of that loader, which is registered once."""
+    register_model_loader("no_weights")(NoWeightsLoader)
+    return "no_weights"
+
+
 class FakeGroupCoordinator(parallel_state.GroupCoordinator):
     """A process group that knows its ranks and talks to none of them."""
 
@@ -116,6 +120,29 @@ class FakeGroupCoordinator(parallel_state.GroupCoordinator):
 
 
 @contextmanager
+def fake_groups() -> Iterator[None]:
+    """Let `parallel_state` make groups that are not connected, for a while."""
+    connected = parallel_state.GroupCoordinator
+    parallel_state.GroupCoordinator = FakeGroupCoordinator
+    try:
+        yield
+    finally:
+        parallel_state.GroupCoordinator = connected
+
+
+@contextmanager
+def without_shared_layers() -> Iterator[None]:
+    """Empty a cache of layers, so that no engine of this process finds ours in it."""
+    of_engines = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(of_engines)
+
+
+@contextmanager
 def acting_as_rank(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
     """Let this process look to a model like one rank of the engine.
 
@@ -139,10 +166,7 @@ def acting_as_rank(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
         world_size=parallel_config.world_size_across_dp,
     )
     try:
-        with (
-            patch.object(parallel_state, "GroupCoordinator", FakeGroupCoordinator),
-            set_current_vllm_config(vllm_config),
-        ):
+        with fake_groups(), set_current_vllm_config(vllm_config):
             world = parallel_state.init_world_group(
                 list(range(torch.distributed.get_world_size())), rank, "fake"
             )
@@ -250,14 +274,12 @@ def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
     """
     config = copy.deepcopy(vllm_config)
     config.parallel_config.rank = rank
-    config.load_config.load_format = NO_WEIGHTS
+    config.load_config.load_format = no_weights()
     if config.speculative_config is not None:
         config.speculative_config.draft_load_config = None
     with (
         acting_as_rank(config, rank),
-        patch.dict(_LOAD_FORMAT_TO_MODEL_LOADER, {NO_WEIGHTS: NoWeightsLoader}),
-        # A cache of layers: an engine in this process must not find ours in it.
-        patch.dict(_ROPE_DICT, clear=True),
+        without_shared_layers(),
         set_current_vllm_config(config),
     ):
         models = [get_model(vllm_config=config)]
