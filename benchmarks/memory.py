@@ -283,55 +283,14 @@ def measure_sleeper(mode: str, **arguments: Any) -> Record:
     return found
 
 
-def write_checkpoint(
-    folder: Path, hidden: int = 1024, inner: int = 4096, vocabulary: int = 32768
-) -> None:
-    """Write a Llama with random weights, 1 GB of them unless told otherwise.
+def checkpoint(folder: Path, hidden: int, inner: int, vocabulary: int) -> None:
+    """Write the model with random weights; vLLM maps the file when it loads it."""
+    from tests.platforms.cpu_kv_cache_utils import llama, write_checkpoint
 
-    vLLM maps it when it loads it.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    layers, kv = LAYERS, KV_HEADS * HEAD_DIM
-    shapes = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}post_attention_layernorm.weight": (hidden,),
-            f"{prefix}self_attn.q_proj.weight": (kv, hidden),
-            f"{prefix}self_attn.k_proj.weight": (kv, hidden),
-            f"{prefix}self_attn.v_proj.weight": (kv, hidden),
-            f"{prefix}self_attn.o_proj.weight": (hidden, kv),
-            f"{prefix}mlp.gate_proj.weight": (inner, hidden),
-            f"{prefix}mlp.up_proj.weight": (inner, hidden),
-            f"{prefix}mlp.down_proj.weight": (hidden, inner),
-        }
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "num_attention_heads": KV_HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    folder.mkdir()
-    weights = {
-        name: torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
-        for name, shape in shapes.items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
+    config = llama(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    config |= {"hidden_size": hidden, "intermediate_size": inner}
+    config |= {"vocab_size": vocabulary, "tie_word_embeddings": True}
+    write_checkpoint(folder, config)
 
 
 def measure_server(mode: str, budget: int, model: Path) -> Record:
@@ -374,7 +333,9 @@ def measure(
         cases: list[tuple[Callable[..., Record], Record]]
         if part == "budget":
             model = Path(folder) / "model"
-            in_child(write_checkpoint, folder=model)
+            # 1 GB.
+            shape = {"hidden": 1024, "inner": 4096, "vocabulary": 1 << 15}
+            in_child(checkpoint, folder=model, **shape)
             cases = [
                 (
                     partial(measure_server, budget=budget, model=model),
@@ -386,7 +347,7 @@ def measure(
             # 32 MiB of weights that read and write tokens, which are packed too.
             model = Path(folder) / "model"
             shape = {"hidden": 64, "inner": 64, "vocabulary": 1 << 18}
-            in_child(write_checkpoint, folder=model, **shape)
+            in_child(checkpoint, folder=model, **shape)
             cases = [
                 (
                     partial(

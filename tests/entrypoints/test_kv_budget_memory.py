@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
+from tests.platforms.cpu_kv_cache_utils import write_checkpoint
 from tests.v1.core.kv_budget_models import qwen3, write_model
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.kv_budget import as_json, as_text, make_plan
@@ -19,15 +20,10 @@ from vllm.entrypoints.kv_budget_memory import checkpoint_bytes
 GiB = 1 << 30
 
 
-def write_checkpoint(folder: Path, layers: int = 4) -> str:
+def checkpoint(folder: Path) -> str:
     """Write a model with weights; vocabulary and layers divide by two."""
-    config = qwen3(layers=layers, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(
-        Qwen3Config(**config), torch_dtype=torch.bfloat16
-    )
-    model.save_pretrained(folder, max_shard_size="1MB")
-    write_model(folder, config)
-    return str(folder)
+    config = qwen3(layers=4, tie_word_embeddings=False)
+    return write_checkpoint(folder, config, max_shard_size="1MB")
 
 
 def plan(model: str, **kwargs):
@@ -49,7 +45,7 @@ def memory(model: str, **kwargs) -> dict:
 
 @pytest.mark.forked
 def test_weights_of_a_checkpoint_are_counted(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path)
+    model = checkpoint(tmp_path)
     files = list(tmp_path.glob("*.safetensors"))
     in_files = sum(
         tensor.nbytes
@@ -80,7 +76,7 @@ def test_weights_of_a_checkpoint_are_counted(tmp_path: Path) -> None:
 def test_weights_are_those_of_a_rank(
     tmp_path: Path, parallel: dict[str, int], num_ranks: int
 ) -> None:
-    model = write_checkpoint(tmp_path)
+    model = checkpoint(tmp_path)
     stages = parallel.get("pipeline_parallel_size", 1)
 
     need = memory(model, distributed_executor_backend="mp", **parallel)["need"]
@@ -105,7 +101,7 @@ def test_weights_are_unknown_without_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.forked
 def test_whole_that_does_not_fit_is_said(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path)
+    model = checkpoint(tmp_path)
     given = plan(model, kv_cache_memory_bytes=1024 * GiB)
 
     lines = as_text(given).splitlines()

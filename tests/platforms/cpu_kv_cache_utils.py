@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams, envs
 
@@ -138,6 +140,23 @@ def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
         "max_position_embeddings": 2048,
         "torch_dtype": "bfloat16",
     }
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], **kwargs: Any) -> str:
+    """Write a model with random weights, always the same, that vLLM can load.
+
+    Args:
+        folder: Where.
+        config: The contents of config.json.
+        kwargs: Those of `save_pretrained`.
+
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), torch_dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder, **kwargs)
+    return write_model(folder, config)
 
 
 def start(

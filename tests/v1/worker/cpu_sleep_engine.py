@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from tests.platforms.cpu_kv_cache_child import in_child
-from tests.platforms.cpu_kv_cache_utils import llama, write_model
+from tests.platforms.cpu_kv_cache_utils import llama, write_checkpoint
 from vllm import LLM, SamplingParams, envs
 
 MiB = 1 << 20
@@ -35,37 +32,11 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def write_checkpoint(folder: Path, tied: bool) -> str:
+def checkpoint(folder: Path, tied: bool) -> str:
     config = llama(LAYERS, KV_HEADS, HEAD_DIM) | {"tie_word_embeddings": tied}
-    config |= {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}
-    inner, heads = config["intermediate_size"], KV_HEADS * HEAD_DIM
-    shapes = {
-        "model.embed_tokens": (VOCABULARY, HIDDEN),
-        "lm_head": (VOCABULARY, HIDDEN),
-        "model.norm": (HIDDEN,),
-    }
-    for number in range(LAYERS):
-        layer = f"model.layers.{number}."
-        shapes |= {
-            f"{layer}input_layernorm": (HIDDEN,),
-            f"{layer}post_attention_layernorm": (HIDDEN,),
-            **{f"{layer}self_attn.{p}_proj": (heads, HIDDEN) for p in "qkv"},
-            f"{layer}self_attn.o_proj": (HIDDEN, heads),
-            f"{layer}mlp.gate_proj": (inner, HIDDEN),
-            f"{layer}mlp.up_proj": (inner, HIDDEN),
-            f"{layer}mlp.down_proj": (HIDDEN, inner),
-        }
-    folder.mkdir(exist_ok=True)
-    random = torch.Generator().manual_seed(0)
-    weights = {
-        f"{name}.weight": torch.empty(shape, dtype=torch.bfloat16).normal_(
-            std=0.05, generator=random
-        )
-        for name, shape in shapes.items()
-        if not (tied and name == "lm_head")
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return write_model(folder, config)
+    return write_checkpoint(
+        folder, config | {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}
+    )
 
 
 def with_variables(function: Callable[[], Any], **variables: str) -> Any:

@@ -16,13 +16,13 @@ from tests.v1.worker.cpu_sleep_engine import (
     COMMITS,
     WEIGHTS,
     MiB,
+    checkpoint,
     generate,
     in_engine_child,
     is_sleeping,
     kv_cache_of,
     mappings,
     start,
-    write_checkpoint,
 )
 from vllm.config import KVTransferConfig
 
@@ -32,7 +32,7 @@ def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with tied embeddings, or another one if a test asks for it."""
     folder, tied = tmp_path_factory.mktemp("model"), getattr(request, "param", True)
     # Torch's threads would not survive the forks of this process.
-    return in_engine_child("startup", lambda: write_checkpoint(folder, tied))
+    return in_engine_child("startup", lambda: checkpoint(folder, tied))
 
 
 UNTIED = pytest.param(False, id="untied")
