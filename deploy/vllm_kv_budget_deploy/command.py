@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="Say how to measure the stages that cannot be planned.",
     )
     parser.add_argument("--json", action="store_true", help="Print the plan as JSON.")
-    args = parser.parse_args(list(arguments))
+    args: argparse.Namespace = parser.parse_args(list(arguments))
     if args.front_end_cores < 0:
         parser.error(f"--front-end-cores {args.front_end_cores}: expected 0 or more")
     if args.output and args.output.exists() and not args.force:

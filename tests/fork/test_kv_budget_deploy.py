@@ -115,7 +115,7 @@ def test_ids_are_those_that_vllm_reads(text: str) -> None:
         pytest.param({"tensor_parallel_size": 8, "nnodes": 2}, 4, id="two-nodes"),
     ],
 )
-def test_ranks_of_a_node(engine_args: dict[str, int], ranks: int) -> None:
+def test_ranks_of_a_node(engine_args: dict[str, Any], ranks: int) -> None:
     machine = Machine({0: list(range(16))}, {0: 16 * GiB})
 
     plan = plan_deploy([stage(0, **engine_args)], machine, 1).stages[0]
@@ -259,6 +259,7 @@ def test_missing_section_is_added(before: str) -> None:
     assert [entry["kv_cache_memory_bytes"] for entry in stages] == [GiB, GiB]
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -272,7 +273,7 @@ def test_missing_section_is_added(before: str) -> None:
 )
 def test_missing_package_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
     module: str,
     message: str,
@@ -285,14 +286,15 @@ def test_missing_package_is_one_line(
 
     assert cli.run(["model", "--deploy", str(file)]) == 1
 
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
     assert line.startswith(f"vllm kv-budget: error: {message}")
 
 
+@pytest.mark.forked
 def test_changed_vllm_omni_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One that has not the private function that the package calls."""
     config = ModuleType("vllm_omni.config")
@@ -306,7 +308,7 @@ def test_changed_vllm_omni_is_one_line(
 
     assert cli.run(["model", "--deploy", str(file)]) == 1
 
-    assert capsys.readouterr().err == (
+    assert capfd.readouterr().err == (
         "vllm kv-budget: error: vllm-omni 0.99 is not supported: its stage_config has "
         "no _apply_platform_overrides, as 0.32 has\n"
     )

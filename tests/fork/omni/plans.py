@@ -19,7 +19,8 @@ LARGER = Machine(cores={0: list(range(16))}, memory={0: 64 << 30})
 
 
 def run(on_16_cores: bool, arguments: list[str]) -> tuple[Any, str, str]:
-    command.read_machine = (lambda: LARGER) if on_16_cores else read_machine
+    machine = (lambda: LARGER) if on_16_cores else read_machine
+    setattr(command, "read_machine", machine)  # noqa: B010 - imported there
     status: Any = None
     with (
         contextlib.redirect_stdout(io.StringIO()) as stdout,
