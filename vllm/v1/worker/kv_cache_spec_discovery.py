@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader import (
 )
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
@@ -237,6 +238,23 @@ def build_draft_layers(vllm_config: VllmConfig) -> nn.Module | None:
     return proposer.model
 
 
+def batch_of_one_token() -> CommonAttentionMetadata:
+    """Return the metadata of a batch with one request of one token."""
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=one,
+        num_reqs=1,
+        num_actual_tokens=1,
+        max_query_len=1,
+        max_seq_len=1,
+        block_table_tensor=one.view(1, 1),
+        slot_mapping=torch.zeros(1, dtype=torch.int64),
+    )
+
+
 def check_backends(
     vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
 ) -> None:
@@ -244,8 +262,8 @@ def check_backends(
 
     Raises:
         ValueError: If a backend takes neither the block size nor a part of it.
-        NotImplementedError: If it has no kernels for the layer, such as those of an
-            fp8 cache for some head sizes.
+        NotImplementedError: If it has no fp8 cache for the layer's head size.
+        RuntimeError: If it has no kernels for the head size.
 
     """
     layers = get_layers_from_vllm_config(
@@ -258,7 +276,10 @@ def check_backends(
             select_common_block_size(spec.block_size, [backend], [spec])
             if backend is CPUAttentionBackend:
                 device = torch.device("cpu")
-                backend.get_builder_cls()(spec, [name], vllm_config, device)
+                builder = backend.get_builder_cls()(spec, [name], vllm_config, device)
+                # The kernels themselves refuse a head size, when they are asked for
+                # the first batch: ask for one of a single token.
+                builder.build(0, batch_of_one_token())
 
 
 def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
