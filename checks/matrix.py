@@ -4,18 +4,19 @@
 A release that has a native wheel is built, and its wheel unpacked into a folder of
 its own that is put before .venv's packages; of one that has none yet the patched
 tree stands in, for what needs no native code. What needs it is run where the release
-was compiled (packaging/debian-sid.sh), and --compiled takes the report of that.
+was compiled (`make test RELEASE=X`), and --compiled takes the report of that.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from checks import report
-from checks.junit import count, read, run_pytest
+from checks.junit import Outcome, count, read, run_pytest
 from cpu_wheel import install, steps
 from cpu_wheel.errors import BuildError
 from cpu_wheel.files import sha256
@@ -75,7 +76,9 @@ def compiled(version: str, group: str) -> dict[str, Any]:
 
 
 def take_report(version: str, junit: Path, where: str) -> None:
-    """Store the allocation tests of a release that was compiled, from their report.
+    """Store the tests of a release that was compiled, from their report.
+
+    The allocation tests go into the table of releases, and all tests into one by file.
 
     Args:
         version: The release, which is among the stored ones.
@@ -88,16 +91,21 @@ def take_report(version: str, junit: Path, where: str) -> None:
     group, tests, _ = GROUPS[-1]
     if not junit.is_file():
         raise BuildError(f"{junit}: no such report")
-    outcomes = {
-        test.partition("::")[2]: outcome
-        for test, outcome in read(junit).items()
-        if test.startswith(tests)
-    }
+    by_file: dict[str, dict[str, Outcome]] = {}
+    for test, outcome in read(junit).items():
+        file, _, name = test.partition("::")
+        by_file.setdefault(file, {})[name] = outcome
+    outcomes = by_file.get(tests, {})
     if not outcomes:
         raise BuildError(f"{junit} has no outcome of {tests}")
     stored = report.stored(RESULTS)[version]
     words = {test: " ".join(filter(None, o)) for test, o in outcomes.items()}
     stored[group] = count(outcomes.values()) | {"where": where, "tests": words}
+    stored["files"] = {
+        file: count(found.values())
+        | {"not passed": [" ".join(o) for o in found.values() if o.result != "passed"]}
+        for file, found in sorted(by_file.items())
+    }
     store(version, stored)
 
 
@@ -156,15 +164,36 @@ def table(results: dict[str, Any]) -> str:
     )
 
 
+def files(version: str, result: dict[str, Any]) -> str:
+    """Return the tests of a compiled release by file, and why some did not pass."""
+    found = result["files"]
+    counts = ("passed", "failed", "skipped")
+    rows = [(f"`{file}`", *(found[file][c] for c in counts)) for file in found]
+    total = [sum(f[c] for f in found.values()) for c in counts]
+    reasons = Counter(reason for f in found.values() for reason in f["not passed"])
+    lines = [f"- {number} {reason}" for reason, number in reasons.most_common()]
+    return f"""
+## {version}, {result["allocation"]["where"]}
+
+{report.table(("file", *counts), [*rows, ("all", *total)])}
+
+Not passed, and why:
+
+{chr(10).join(lines) or "nothing"}
+"""
+
+
 def page(stored: dict[str, Any]) -> str:
     """Return docs/results/matrix.md."""
+    releases = stored["releases"].items()
+    compiled = "".join(files(v, result) for v, result in releases if "files" in result)
     return f"""# Our tests on each release
 
 `python -m checks.matrix --show` prints this page; `make matrix` measures it.
 {stored["date"]}, {stored["machine"]}:
 
 {table(stored["releases"])}
-"""
+{compiled}"""
 
 
 def main() -> int:
@@ -188,8 +217,8 @@ def main() -> int:
         "--compiled",
         nargs=3,
         metavar=("X", "REPORT", "WHERE"),
-        help="store the allocation tests of release X from the junit REPORT, which "
-        "was made WHERE it was compiled",
+        help="store the tests of release X from the junit REPORT, which was made WHERE "
+        "it was compiled",
     )
     arguments = parser.parse_args()
     if arguments.compiled:

@@ -4,7 +4,8 @@
 The tests are those of the sdist on both sides, in a copy of its tree that has no
 vllm/, so that only the build decides what is imported. Stock is the native wheel as
 published; of a release that has none yet, the sdist's Python tree stands on the one
-side and the patched tree on the other.
+side and the patched tree on the other. 0.34.0 stops on x86 without triton-cpu, so its
+stock tree has the one patch that lets it run.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ from cpu_wheel.settings import Settings
 RESULTS = ROOT / "benchmarks" / "results" / "upstream-tests.json"
 WORK = BUILD / "upstream-tests"
 TIMEOUT = 120
-RELEASES = ("0.32.0", "0.33.0")
+RELEASES = ("0.32.0", "0.34.0")
+RUNS_WITHOUT_TRITON = "Run-on-x86-without-Triton"
 # What the patches touch, by globs of upstream's tree, less those that begin with "!";
 # not every release has each.
 SUITES = {
@@ -61,11 +64,18 @@ SUITES = {
 }
 
 
-def unpack_tests(sdist: Path, folder: Path) -> None:
-    """Make a copy of an sdist's tree without the package, if it is not there."""
+def unpack_tests(sdist: Path, folder: Path, patches: Iterable[Path]) -> None:
+    """Make a copy of an sdist's tree without the package, if it is not there.
+
+    Args:
+        sdist: The sdist.
+        folder: The copy; the package is put beside it.
+        patches: What the package needs to run at all.
+    """
     if not folder.exists():
         with making(folder) as scratch:
             source.unpack(sdist, scratch)
+            source.apply_patches(scratch, patches, allow_offset=True)
             (scratch / "vllm").rename(scratch.parent / f"{folder.name}-vllm")
 
 
@@ -223,8 +233,10 @@ def check(version: str, suites: list[str]) -> dict[str, Any]:
     settings = Settings(release=version, cache=Settings.from_environment().cache)
     release = load_release(version)
     tests = WORK / version / f"tests-{release.sdist.sha256[:12]}"
-    unpack_tests(fetch(release.sdist, settings.cache), tests)
+    needed = [patch for patch in release.series if RUNS_WITHOUT_TRITON in patch.name]
+    unpack_tests(fetch(release.sdist, settings.cache), tests, needed)
     what, builds = sides(settings, tests)
+    what += f", {needed[0].name} on both" if needed else ""
     results: dict[str, Any] = {}
     compared = {"compared": what}
     for suite in suites:
@@ -236,6 +248,10 @@ def check(version: str, suites: list[str]) -> dict[str, Any]:
 
 def page(stored: dict[str, Any]) -> str:
     """Return docs/results/upstream-tests.md."""
+    compared = "\n".join(
+        f"- {version}: {release['compared']}."
+        for version, release in stored["releases"].items()
+    )
     return f"""# Upstream's own tests, stock and patched
 
 `python -m checks.upstream_tests --show` prints this page; `make upstream-tests`
@@ -245,6 +261,8 @@ differs in one run only.
 {stored["date"]}, {stored["machine"]}:
 
 {table(stored["releases"])}
+
+{compared}
 
 Why tests fail on both sides, by the first line of the reason:
 

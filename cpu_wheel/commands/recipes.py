@@ -10,9 +10,13 @@ from cpu_wheel.settings import Settings
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> None:
-    pinned = Settings(cache=settings.cache)
-    tree, wheel = steps.make_source(pinned), steps.make_wheel(pinned, DIST)
-    for path, text in recipes.written(load_release(), tree, wheel).items():
+    # Of the release alone: another tree or archive is not what is pinned.
+    chosen = Settings(
+        release=settings.release, cache=settings.cache, onednn=settings.onednn
+    )
+    tree, wheel = steps.make_source(chosen), steps.make_wheel(chosen, DIST)
+    release = load_release(chosen.release)
+    for path, text in recipes.written(release, tree, wheel).items():
         if text != path.read_text():
             path.write_text(text)
             print(path)

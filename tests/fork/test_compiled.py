@@ -8,8 +8,10 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,6 +327,92 @@ def test_key_is_of_what_is_compiled(
     monkeypatch.setenv("CXXFLAGS", "-O1")
     keys.append(compiled.native_key(tree, "2.14.0+cpu", settings))
     assert len({*keys}) == len(keys)
+
+
+# A setup.py that does one part of two, and the other the next time.
+HALVES = """
+import os, pathlib, time
+build = pathlib.Path("build")
+build.mkdir(exist_ok=True)
+with (build / "pid").open("a") as pids:
+    print(os.getpid(), file=pids)
+if not (build / "part").exists():
+    (build / "part").touch()
+    {first_run}
+temp = build / "temp"
+(temp / "CMakeFiles/4").mkdir(parents=True)
+(temp / "CMakeFiles/4/CMakeCXXCompiler.cmake").write_text(
+    'set(CMAKE_CXX_COMPILER_ID "GNU")\\nset(CMAKE_CXX_COMPILER_VERSION "14.2")'
+)
+(temp / "CMakeCache.txt").write_text(
+    "oneDNN_SOURCE_DIR:STATIC={{0}}\\noneDNN_BINARY_DIR:STATIC={{0}}\\n".format(
+        pathlib.Path("oneDNN").absolute()
+    )
+)
+version = pathlib.Path("oneDNN/include/oneapi/dnnl/dnnl_version.h")
+version.parent.mkdir(parents=True)
+version.write_text("#define DNNL_VERSION_MAJOR 3\\n")
+(build / "lib").mkdir()
+(build / "lib/_C.so").touch()
+"""
+COMPILE = """
+import sys
+from pathlib import Path
+from cpu_wheel import compiled, pins, settings
+tree, folder = map(Path, sys.argv[1:])
+compiled.build(
+    tree,
+    pins.load_release("0.34.0"),
+    1 << 30,
+    settings.Settings(),
+    folder,
+    folder / "native.zip",
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first_run", "said"),
+    [
+        pytest.param("time.sleep(60)", "KeyboardInterrupt", id="ctrl-c"),
+        pytest.param(
+            "raise SystemExit('as: fatal error: x.o: No space left on device')",
+            "fatal error: x.o: No space left on device",
+            id="full-disk",
+        ),
+    ],
+)
+def test_compilation_that_ends_early_goes_on(
+    tmp_path: Path, first_run: str, said: str
+) -> None:
+    """No archive and no process are left, and the next run begins where it was."""
+    tree, folder = tmp_path / "tree", tmp_path / "build"
+    tree.mkdir()
+    (tree / "setup.py").write_text(HALVES.format(first_run=first_run))
+    command = [sys.executable, "-c", COMPILE, str(tree), str(folder)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    work = folder / "compiled-0.34.0/build"
+    while "sleep" in first_run and not (work / "part").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    if "sleep" in first_run:
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+
+    assert process.returncode
+    assert said in errors.splitlines()[-1]
+    assert not (folder / "native.zip").exists()
+    (pid,) = (work / "pid").read_text().split()
+    assert not Path(f"/proc/{pid}").exists()
+
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    assert compiled.native_modules(folder / "native.zip", None).components
 
 
 def test_wheel_asks_for_the_torch_that_was_linked(tmp_path: Path) -> None:

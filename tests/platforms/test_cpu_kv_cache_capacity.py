@@ -16,6 +16,14 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
 )
 
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+    from vllm.v1.core.kv_cache_config_builder import (
+        get_kv_cache_config_builder as get_builder,
+    )
+except ImportError:  # up to 0.32.0, where these functions take no builder
+    planning, get_builder = kv_cache_utils, None
+
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +49,12 @@ def one_group() -> list[KVCacheGroupSpec]:
         block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
     )
     return [KVCacheGroupSpec(["layer"], spec)]
+
+
+def call(function: str, config: VllmConfig, *arguments: Any) -> Any:
+    """Call a function of planning, with its builder if it takes one."""
+    builder = [get_builder(config)] if get_builder else []
+    return getattr(planning, function)(*builder, config, *arguments)
 
 
 def test_capacity_leaves_out_the_null_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +84,7 @@ def test_size_that_fits_is_named_on_cpu_alone(device: str) -> None:
     config = capacity_config(kv_cache_memory_bytes=1 << 20)
     config.device_config.device_type = device  # type: ignore[assignment]
 
-    budget = kv_cache_utils._get_fitting_budget(config, [one_group()])
+    budget = call("_get_fitting_budget", config, [one_group()])
 
     needed = 17 * 128 * 64 * 2 * 2
     assert (budget is None) == (device == "cuda")
@@ -84,8 +98,8 @@ def test_failed_automatic_length_is_restored(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*args: Any) -> None:
         raise RuntimeError("no size")
 
-    monkeypatch.setattr(kv_cache_utils, "_get_fitting_budget", fail)
+    monkeypatch.setattr(planning, "_get_fitting_budget", fail)
     with pytest.raises(RuntimeError, match="no size"):
-        kv_cache_utils._auto_fit_max_model_len(config, [one_group()], [1])
+        call("_auto_fit_max_model_len", config, [one_group()], [1])
 
     assert config.model_config.max_model_len == 2048

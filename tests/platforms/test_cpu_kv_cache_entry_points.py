@@ -31,6 +31,7 @@ from tests.platforms.cpu_kv_cache_utils import (
     REFERENCE_BLOCKS,
     REFERENCE_MODEL,
     REFERENCE_TOKENS,
+    STANDALONE_RUNNER,
     TWO_RANKS,
     GiB,
     MiB,
@@ -39,6 +40,7 @@ from tests.platforms.cpu_kv_cache_utils import (
     held,
     kill_group,
     llama,
+    needs_speculative_decoding,
     needs_two_cores,
     process_environment,
     set_variable,
@@ -48,6 +50,7 @@ from tests.platforms.cpu_kv_cache_utils import (
     write_model,
 )
 from vllm import LLM, AsyncEngineArgs
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 try:
@@ -336,6 +339,7 @@ def test_pipeline_parallel_does_not_generate_eagerly(tmp_path: Path) -> None:
 
 
 @pytest.mark.forked
+@needs_speculative_decoding
 @budgets
 def test_speculative_decoding_with_ngram(
     monkeypatch: pytest.MonkeyPatch,
@@ -361,6 +365,7 @@ def test_speculative_decoding_with_ngram(
 
 
 @pytest.mark.forked
+@needs_speculative_decoding
 @budgets
 def test_speculative_decoding_with_a_draft_model(
     monkeypatch: pytest.MonkeyPatch,
@@ -384,6 +389,25 @@ def test_speculative_decoding_with_a_draft_model(
     assert engine.llm_engine.vllm_config.cache_config.num_gpu_blocks == 170
     assert engine.collective_rpc(held) == [170 * 3 * MiB // 4]
     assert generate(engine) == LENGTH
+
+
+@pytest.mark.skipif(
+    not STANDALONE_RUNNER, reason="other model runners decode speculatively"
+)
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculative_decoding_is_rejected_by_name(tmp_path: Path, method: str) -> None:
+    model = write_model(tmp_path / "model", llama(2, kv_heads=4, head_dim=128))
+    speculative = {"method": method, "num_speculative_tokens": 4}
+    if method == "draft_model":
+        draft = llama(1, kv_heads=4, head_dim=128)
+        speculative["model"] = write_model(tmp_path / "draft", draft)
+    arguments = REFERENCE_ARGUMENTS | {
+        "model": model,
+        "speculative_config": speculative,
+    }
+
+    with pytest.raises(ValueError, match="not yet support: speculative decoding"):
+        EngineArgs(**arguments).create_engine_config()
 
 
 @pytest.mark.forked
@@ -502,7 +526,9 @@ def test_only_an_explicit_budget_is_checked_against_free_memory(
 def test_share_of_memory_that_is_not_free_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="less than desired CPU memory utilization"):
+    # From 0.33.0 on it is refused when the cache is sized, not before.
+    refusal = "less than (desired CPU memory utilization|requested memory for kv)"
+    with pytest.raises(ValueError, match=refusal):
         forked_engine(
             *(monkeypatch, tmp_path, None),
             model=REFERENCE_MODEL,

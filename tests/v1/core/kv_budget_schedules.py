@@ -7,7 +7,7 @@ prefix they share, and how many drafted tokens are accepted.
 """
 
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -85,14 +85,10 @@ def finish_step(
         else:
             accepted = random.randint(0, len(drafts)) if random else 0
             sampled.append([0] * (1 + accepted))
-    scheduler.update_from_output(
-        output,
-        ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-        ),
-    )
+    fields: dict[str, Any] = {"req_ids": ids, "sampled_token_ids": sampled}
+    if "req_id_to_index" in ModelRunnerOutput.__dataclass_fields__:  # to 0.33.0
+        fields["req_id_to_index"] = {req_id: i for i, req_id in enumerate(ids)}
+    scheduler.update_from_output(output, ModelRunnerOutput(**fields))
     if random and scheduler.num_spec_tokens:
         decoding = [
             req_id

@@ -16,6 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.platforms.cpu_kv_cache_utils import (
+    STANDALONE_RUNNER,
+    needs_speculative_decoding,
+)
 from tests.v1.core.kv_budget_engine import engine_args, plan_for, set_environment
 from tests.v1.core.kv_budget_models import (
     FULL,
@@ -156,6 +160,7 @@ def test_stages_need_only_their_own_layers(
 
 
 @pytest.mark.forked
+@needs_speculative_decoding
 def test_draft_layers_are_counted(tmp_path: Path) -> None:
     target = plan(tmp_path / "target", "full")
     both = plan(tmp_path / "both", "draft")
@@ -483,6 +488,18 @@ BLOOM = {
             [],
             "BloomForCausalLM needs real weights while it is built",
             id="needs-weights",
+        ),
+        pytest.param(
+            MODELS["full"],
+            [
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 4}',
+            ],
+            "does not yet support: speculative decoding",
+            id="runner-without-it",
+            marks=pytest.mark.skipif(
+                not STANDALONE_RUNNER, reason="this model runner decodes speculatively"
+            ),
         ),
     ],
 )

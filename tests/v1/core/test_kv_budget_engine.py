@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.platforms.cpu_kv_cache_utils import needs_speculative_decoding
 from tests.v1.core.kv_budget_engine import (
     Run,
     engine_args,
@@ -52,12 +53,15 @@ SLOW = [
     "sinks",
     "fp8",
     "fp8-e5m2",
-    "draft",
-    "eagle",
-    "mtp",
     "embedding-decoder",
 ]
-KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow_test) for kind in SLOW)]
+SPECULATIVE = ["draft", "eagle", "mtp"]
+SLOW_SPECULATIVE = [pytest.mark.slow_test, needs_speculative_decoding]
+KINDS = [
+    *FAST,
+    *(pytest.param(kind, marks=pytest.mark.slow_test) for kind in SLOW),
+    *(pytest.param(kind, marks=SLOW_SPECULATIVE) for kind in SPECULATIVE),
+]
 TIGHT = [
     "full",
     "mla",
@@ -458,7 +462,14 @@ def test_fit_of_a_model_without_kv_cache(
 
 @pytest.mark.slow_test
 @pytest.mark.forked
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mamba-hybrid-prefix",
+        "chunks-of-part-blocks",
+        pytest.param("draft-alternating", marks=needs_speculative_decoding),
+    ],
+)
 def test_what_the_backend_refuses(tmp_path: Path, kind: str) -> None:
     """Planned all the same; if one of these runs one day, it belongs in KINDS."""
     error, message = REFUSED[kind]

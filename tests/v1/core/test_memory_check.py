@@ -19,7 +19,7 @@ import regex as re
 
 from tests.platforms.cpu_kv_cache_child import FITS, run_engine, use_cpu
 from tests.platforms.cpu_kv_cache_utils import REFERENCE_BLOCK as BLOCK
-from tests.platforms.cpu_kv_cache_utils import GiB, MiB
+from tests.platforms.cpu_kv_cache_utils import STANDALONE_RUNNER, GiB, MiB
 from tests.v1.core.kv_budget_models import qwen3, write_model
 from vllm.utils.memory_limits import MemoryLimit
 from vllm.v1.core import memory_check
@@ -190,6 +190,10 @@ def launch(model: str, variable: str, **arguments) -> list[str]:
     ]
 
 
+@pytest.mark.skipif(
+    STANDALONE_RUNNER,
+    reason="model runner V2 rejects a pipeline under an external launcher",
+)
 def test_ranks_of_an_external_launcher_agree_or_are_refused(tmp_path: Path) -> None:
     """One layer in the first stage, three in the second: 0.5 and 1.5 MiB a block."""
     model = write_model(tmp_path / "model", qwen3(layers=4))

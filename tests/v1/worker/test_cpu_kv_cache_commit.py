@@ -29,22 +29,29 @@ from tests.v1.worker.cpu_kv_cache_report import (
 )
 from vllm import LLM, SamplingParams, envs
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, VllmConfig
+from vllm.v1.worker.cpu_kv_cache_memory import on_use_setting
 
 MiB = 1 << 20
 GiB = 1 << 30
 ROOT = Path(__file__).parents[3]
 COMMITS = ("startup", "on-use")
 CORES = sorted(os.sched_getaffinity(0))
+needs_flag = pytest.mark.skipif(
+    not hasattr(CacheConfig, "enable_extensible_kv_cache"),
+    reason="--enable-extensible-kv-cache came with 0.34.0",
+)
 
 
-def config_with(monkeypatch: pytest.MonkeyPatch, value: str | None) -> VllmConfig:
+def config_with(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, **cache: Any
+) -> VllmConfig:
     if value is None:
         monkeypatch.delenv("VLLM_CPU_KVCACHE_COMMIT", raising=False)
     else:
         monkeypatch.setenv("VLLM_CPU_KVCACHE_COMMIT", value)
     envs.disable_envs_cache()
     return VllmConfig(
-        cache_config=CacheConfig(kv_cache_memory_bytes=GiB),
+        cache_config=CacheConfig(kv_cache_memory_bytes=GiB, **cache),
         device_config=DeviceConfig("cpu"),
     )
 
@@ -64,6 +71,28 @@ def test_bad_value_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> No
     assert f"'{value}'" in str(error.value)
     assert "'startup'" in str(error.value)
     assert "'on-use'" in str(error.value)
+
+
+@needs_flag
+@pytest.mark.parametrize(
+    ("flag", "variable", "setting"),
+    [
+        (True, "startup", "--enable-extensible-kv-cache"),
+        (False, "on-use", None),
+        (None, "on-use", "VLLM_CPU_KVCACHE_COMMIT=on-use"),
+        (None, "startup", None),
+    ],
+)
+def test_flag_takes_precedence_over_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+    flag: bool | None,
+    variable: str,
+    setting: str | None,
+) -> None:
+    config = config_with(monkeypatch, variable, enable_extensible_kv_cache=flag)
+
+    assert on_use_setting(config) == setting
+    assert config.cache_config.kv_cache_memory_bytes == GiB
 
 
 def test_compiled_code_does_not_depend_on_it() -> None:
@@ -109,6 +138,18 @@ def test_memory_after_startup(tmp_path: Path) -> None:
     (line,) = (line for line in on_use["lines"] if "committed on use" in line)
     assert "(VLLM_CPU_KVCACHE_COMMIT=on-use)" in line
     assert not any("committed on use" in line for line in startup["lines"])
+
+
+@needs_flag
+def test_flag_commits_on_use(tmp_path: Path) -> None:
+    startup = forked_report(tmp_path, "startup", GiB)
+    flag = forked_report(tmp_path, "startup", GiB, enable_extensible_kv_cache=True)
+
+    assert flag["rss_anon"][0] < startup["rss_anon"][0] - 0.75 * GiB
+    (line,) = (line for line in flag["lines"] if "committed on use" in line)
+    assert "(--enable-extensible-kv-cache)" in line
+    (line,) = (line for line in flag["lines"] if "KV cache per rank: " in line)
+    assert "1.0 GiB (1073741824 bytes)" in line
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["no-prefix", "prefix"])

@@ -46,6 +46,8 @@ def pool_bytes_per_block(
     """Return the bytes of one block, of all layers of the groups."""
     if kv_cache_planning is None:
         return kv_cache_utils._pool_bytes_per_block(vllm_config, groups)
+    if not any(group.layer_names for group in groups):
+        return 0  # of a pipeline stage without such layers; the builder divides by it
     return kv_cache_planning._pool_bytes_per_block_from_builder(
         _builder(vllm_config), vllm_config, groups
     )
