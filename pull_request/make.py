@@ -306,8 +306,8 @@ def compared(sides: dict[str, Path], release: Release, pull: Pull) -> str:
     """Return what existing suites say before the change and after it."""
     cache = Settings.from_environment().cache
     tests = upstream_tests.WORK / release.version
-    tests = tests / f"tests-{release.sdist.sha256[:12]}"
-    upstream_tests.unpack_tests(fetch(release.sdist, cache), tests)
+    tests = tests / f"pr-{release.sdist.sha256[:12]}"
+    upstream_tests.unpack_tests(fetch(release.sdist, cache), tests, [])
     builds = {
         name: upstream_tests.link(tree / "vllm", tree.parent / f"build-{side}")
         for name, (side, tree) in zip(("stock", "patched"), sides.items(), strict=True)
