@@ -21,74 +21,13 @@ from tests.platforms.cpu_kv_cache_child import FITS, run_engine, use_cpu
 from tests.platforms.cpu_kv_cache_utils import REFERENCE_BLOCK as BLOCK
 from tests.platforms.cpu_kv_cache_utils import STANDALONE_RUNNER, GiB, MiB
 from tests.v1.core.kv_budget_models import qwen3, write_model
-from vllm.utils import cpu_resource_utils, memory_limits
 from vllm.utils.memory_limits import MemoryLimit
 from vllm.v1.core import memory_check
-from vllm.v1.core.memory_check import RankMemory, find_shortage
-
-HOST = 8 * GiB
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(monkeypatch)
-
-
-def rank(size: int, *limits: MemoryLimit, blocks: int = 10) -> RankMemory:
-    return RankMemory(blocks, size, list(limits))
-
-
-def limit(place: str | None, available: int, name: str = "a limit") -> MemoryLimit:
-    return MemoryLimit(name, HOST, available, place)
-
-
-def test_ranks_that_share_a_limit_are_added_up() -> None:
-    shared = limit("host 1 node 0", 3 * GiB)
-
-    assert find_shortage([rank(GiB, shared)] * 3) is None
-    shortage = find_shortage([rank(GiB, shared)] * 4)
-
-    assert shortage is not None
-    assert (shortage.limit, shortage.num_ranks) == (shared, 4)
-    assert shortage.num_bytes == 4 * GiB
-    # A thirty-second less than 3 GiB, for four ranks with 10 blocks a GiB.
-    assert shortage.num_blocks == int(3 * GiB * 31 / 32 / 4 / (GiB / 10))
-
-
-def test_ranks_of_two_hosts_are_not_added_up() -> None:
-    """Each host has a memory node 0."""
-    hosts = [
-        limit(f"host {number} node 0", 3 * GiB, "memory node 0") for number in "12"
-    ]
-
-    assert find_shortage([rank(2 * GiB, hosts[0]), rank(2 * GiB, hosts[1])]) is None
-
-
-def test_limit_of_a_process_counts_for_its_rank_alone() -> None:
-    address_space = limit(None, 3 * GiB)
-
-    assert find_shortage([rank(2 * GiB, address_space)] * 2) is None
-    assert find_shortage([rank(4 * GiB, address_space)] * 2) is not None
-
-
-def test_least_that_any_rank_saw_counts() -> None:
-    """Ranks look one after the other, while memory is taken."""
-    early, late = limit("group", 4 * GiB), limit("group", 2 * GiB)
-
-    shortage = find_shortage([rank(3 * GiB // 2, early), rank(3 * GiB // 2, late)])
-
-    assert shortage is not None and shortage.limit is late
-
-
-def test_worst_shortage_is_named_and_all_limits_are_kept() -> None:
-    narrow = limit("group", GiB, "the group")
-    narrower = limit("node", GiB // 2, "the node")
-
-    shortage = find_shortage([rank(2 * GiB, narrow, narrower)])
-
-    assert shortage is not None
-    assert shortage.limit.name == "the node"
-    assert shortage.num_blocks * 2 * GiB // 10 <= GiB // 2
 
 
 def only_available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -192,70 +131,38 @@ def test_limit_of_the_address_space_is_named(
     assert error.startswith("Available memory" if checked else "The system refuses")
 
 
-@pytest.mark.parametrize(
-    "tools",
-    [
-        pytest.param({}, id="missing"),
-        pytest.param({"lscpu": "echo no topology >&2; exit 1"}, id="fails"),
-        pytest.param({"lscpu": "echo no JSON"}, id="no-json"),
-        pytest.param({"lscpu": "echo '{}'"}, id="no-cpus"),
-    ],
-)
-def test_no_topology_is_one_node(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    tools: dict[str, str],
-) -> None:
-    for name, script in tools.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    cpus = cpu_resource_utils.get_allowed_cpu_list()
-
-    assert {found.id for found in cpus} == os.sched_getaffinity(0)
-    assert {found.numa_node for found in cpus} == {0}
-
-
-def test_no_memory_nodes_is_node_0(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As in sandboxes: no Mems_allowed_list, and no /sys/devices/system/node."""
-    real_open = open
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\n")
-    monkeypatch.setattr(
-        "builtins.open",
-        lambda path, *arguments, **options: real_open(
-            status if str(path).endswith("/status") else path, *arguments, **options
-        ),
-    )
-    monkeypatch.setattr(memory_limits, "node_limit", lambda *arguments: None)
-
-    assert cpu_resource_utils.get_visible_memory_node() == [0]
-    info = cpu_resource_utils.get_memory_node_info(0)
-
-    assert 0 < info.available_memory <= info.total_memory
-
-
 RANK = """
     import json, sys
     from vllm import LLM
+    from vllm.utils.memory_limits import MemoryLimit
+    from vllm.v1.core import memory_check
+    if available := json.loads(sys.argv[3]):
+        node = MemoryLimit("memory node 0", available, available, "here")
+        memory_check.limits_of_node = lambda number: [node]
+    arguments = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True,
+        "dtype": "bfloat16", "block_size": 128, "max_model_len": 512,
+        "max_num_seqs": 2, "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "external_launcher",
+    }
     try:
-        engine = LLM(
-            model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True,
-            enforce_eager=True, dtype="bfloat16", block_size=128, max_model_len=512,
-            max_num_seqs=2, pipeline_parallel_size=2,
-            distributed_executor_backend="external_launcher", **json.loads(sys.argv[2]),
-        )
-        print("BLOCKS", engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+        engine = LLM(sys.argv[1], **arguments | json.loads(sys.argv[2]))
+        config = engine.llm_engine.vllm_config
+        blocks = config.cache_config.num_gpu_blocks
+        print("BLOCKS", blocks, "LENGTH", config.model_config.max_model_len)
     except Exception as error:
         print("ERROR", error)
     sys.stdout.flush()
 """
 
 
-def launch(model: str, variable: str, **arguments) -> list[str]:
+def launch(
+    model: str,
+    variable: str,
+    partition: str = "1,3",
+    available: int | None = None,
+    **arguments,
+) -> list[str]:
     """Start two ranks as torchrun does, and return what each of them says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -264,14 +171,14 @@ def launch(model: str, variable: str, **arguments) -> list[str]:
         subprocess.Popen(
             [
                 *(sys.executable, "-c", textwrap.dedent(RANK)),
-                *(model, json.dumps(arguments)),
+                *(model, json.dumps(arguments), json.dumps(available)),
             ],
             env=os.environ
             | {
                 "VLLM_CPU_KVCACHE_SPACE": variable,
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_PP_LAYER_PARTITION": "1,3",
+                "VLLM_PP_LAYER_PARTITION": partition,
                 "OMP_NUM_THREADS": "1",
                 "RANK": str(number),
                 "LOCAL_RANK": str(number),
@@ -318,4 +225,17 @@ def test_ranks_of_an_external_launcher_agree_or_are_refused(tmp_path: Path) -> N
         assert "VLLM_CPU_KVCACHE_SPACE=fit under an external launcher" in error
         assert "rank 0: 9 blocks" in error and "rank 1: 9 blocks" in error
         assert "--num-gpu-blocks-override=9" in error
-    assert blocks == ["BLOCKS 40", "BLOCKS 40"]
+    assert blocks == ["BLOCKS 40 LENGTH 512"] * 2
+
+
+@pytest.mark.slow_test
+def test_ranks_of_an_external_launcher_find_one_length(tmp_path: Path) -> None:
+    """Both take from 66 MiB, of which a thirty-second is left: 31 blocks of 1 MiB each.
+
+    One of these is the null block, and 15 for each of two requests are 1,920 tokens.
+    """
+    model = write_model(tmp_path / "model", qwen3(layers=4))
+
+    found = launch(model, "fit", "2,2", available=66 * MiB, max_model_len=-1)
+
+    assert found == ["BLOCKS 31 LENGTH 1920"] * 2
