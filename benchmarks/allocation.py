@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from checks.report import table
 from cpu_wheel.paths import BUILD, ROOT
 from cpu_wheel.pins import load_release
 from cpu_wheel.settings import Settings, inherited
-from cpu_wheel.steps import make_stock, stock_folder
+from cpu_wheel.steps import make_stock
 from tests.platforms.cpu_kv_cache_child import in_child
 
 VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
@@ -102,8 +103,13 @@ def measure(results: int) -> None:
             print(json.dumps(result | {"vllm": vllm.__file__}), file=out, flush=True)
 
 
-def run(build: str, log: Path) -> list[dict[str, Any]]:
-    """Measure a build, "stock" or "fork", in a process of its own.
+def run(build: str, folder: Path | None, log: Path) -> list[dict[str, Any]]:
+    """Measure a build in a process of its own.
+
+    Args:
+        build: What to call it.
+        folder: Where its vLLM is, None for what is installed.
+        log: The file that takes the engines' output.
 
     Returns:
         What was allocated, or the error, by row.
@@ -111,9 +117,8 @@ def run(build: str, log: Path) -> list[dict[str, Any]]:
     environment = inherited("VLLM_", "PYTHONPATH")
     # With a thread for each core, two engines at once would wait for each other.
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    if build == "stock":
-        release = load_release(Settings.from_environment().release)
-        environment["PYTHONPATH"] = str(stock_folder(release))
+    if folder:
+        environment["PYTHONPATH"] = str(folder)
     reader, writer = os.pipe()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -151,6 +156,43 @@ def as_expected(row: Row, result: dict[str, Any]) -> bool:
     return result.get("tokens") == row.tokens
 
 
+def measure_all(
+    builds: dict[str, Path | None], logs: Path
+) -> list[tuple[dict[str, Any], ...]]:
+    """Measure all builds, and return their results by row."""
+    # Side by side, where two engines with the largest budget fit.
+    fits = psutil.virtual_memory().available > 12 * GiB
+    with concurrent.futures.ThreadPoolExecutor(2 if fits else 1) as pool:
+        files = [logs / f"allocation-{build}.log" for build in builds]
+        return list(zip(*pool.map(run, builds, builds.values(), files), strict=True))
+
+
+def render(builds: Iterable[str], results: list[tuple[dict[str, Any], ...]]) -> str:
+    """Return the results as a table."""
+    cells = (
+        (
+            row.variable or "(empty)",
+            f"{row.explicit // MiB} MiB" if row.explicit else "–",
+            *map(show, result),
+        )
+        for row, result in zip(ROWS, results, strict=True)
+    )
+    return table((VARIABLE, "kv_cache_memory_bytes", *builds), cells)
+
+
+def compare(builds: dict[str, Path | None], logs: Path) -> str:
+    """Measure builds, of which the last must allocate what is asked for.
+
+    Returns:
+        A table of what each allocated.
+    """
+    results = measure_all(builds, logs)
+    for row, result in zip(ROWS, results, strict=True):
+        if not as_expected(row, result[-1]):
+            sys.exit(f"allocation: {row}: {result[-1]}, see {logs}")
+    return render(builds, results)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.allocation",
@@ -166,21 +208,17 @@ def main() -> int:
 
     settings = Settings.from_environment()
     release = load_release(settings.release)
-    builds = ["stock", "fork"]
+    builds: dict[str, Path | None] = {}
     if release.published_native_wheel:
-        make_stock(settings)
+        builds["stock"] = make_stock(settings)
     else:
-        builds.remove("stock")
         print(
             f"allocation: no native wheel of vLLM {release.version} is published, so "
             "there is no stock build beside it",
             file=sys.stderr,
         )
-    # Side by side, where two engines with the largest budget fit.
-    fits = psutil.virtual_memory().available > 12 * GiB
-    with concurrent.futures.ThreadPoolExecutor(2 if fits else 1) as pool:
-        logs = [BUILD / f"allocation-{build}.log" for build in builds]
-        results = list(zip(*pool.map(run, builds, logs), strict=True))
+    builds["fork"] = None
+    results = measure_all(builds, BUILD)
     rows: list[dict[str, Any]] = [
         {
             "VLLM_CPU_KVCACHE_SPACE": row.variable,
@@ -193,15 +231,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
-        cells = (
-            (
-                row.variable or "(empty)",
-                f"{row.explicit // MiB} MiB" if row.explicit else "–",
-                *map(show, result),
-            )
-            for row, result in zip(ROWS, results, strict=True)
-        )
-        print(table((VARIABLE, "kv_cache_memory_bytes", *builds), cells))
+        print(render(builds, results))
     wrong = [
         row.variable
         for row, result in zip(ROWS, rows, strict=True)

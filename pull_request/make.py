@@ -16,9 +16,14 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from benchmarks import allocation
 from checks import upstream_tests
 from checks.junit import count, run_pytest
-from cpu_wheel import queue
+from cpu_wheel import queue, steps
 from cpu_wheel.errors import BuildError
 from cpu_wheel.fetch import fetch
 from cpu_wheel.packager import new_file
@@ -32,6 +37,12 @@ TEXT = Path(__file__).with_name("template.md")
 EXTRA = PATCHES / "pull-request" / "series"
 BASE = "base"
 MADE = "refs/made/pull-request"
+# Those that upstream's tests name, as stubs.
+MODELS = (
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen1.5-7B",
+    "vllm-project/tiny-random-LlamaForCausalLM",
+)
 TRAILER = re.compile(r"[A-Z][A-Za-z-]+: .+")
 
 
@@ -122,7 +133,8 @@ def commit(folder: Path, files: list[Path], tests: list[str], title: str) -> Non
             head, _, diff = split(patch.read_bytes())
             bodies.append(head.partition("\n\n")[2].strip())
             for test in [] if written else tests:
-                diff += new_file(test, (ROOT / test).read_text())
+                if (ROOT / test).is_file():
+                    diff += new_file(test, (ROOT / test).read_text())
             written.append(Path(scratch) / patch.name)
             written[-1].write_bytes(f"{head}\n{diff}".encode())
         queue.apply(folder, written)
@@ -169,62 +181,166 @@ def make_branch(
     queue.git(folder, "update-ref", MADE, "HEAD")
 
 
-def allocation() -> str:
-    """Return the table of benchmarks.allocation, measured now."""
-    print("pr: measuring what the engine allocates ...", file=sys.stderr)
-    command = [sys.executable, "-m", "benchmarks.allocation"]
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if result.returncode != 0:
-        raise BuildError("the allocation is not as expected, see above")
-    return result.stdout.replace("| stock | fork |", "| before | after |").strip()
-
-
-def tested_tree(branch: Path, release: Release) -> tuple[Path, str]:
-    """Return a tree to test a branch in, and what is in it.
-
-    Without triton-cpu, which no package index has, 0.34.0 stops on x86: then the pull
-    request `triton` lies on top of the branch.
-    """
-    tree = branch.with_name("tested")
+def measured(release: Release, pull: Pull, folder: Path) -> Path:
+    """Return a folder to import vLLM from: as published, with this change alone."""
+    stock = steps.make_stock(Settings.from_environment())
+    tree = folder / "measured"
     shutil.rmtree(tree, ignore_errors=True)
-    queue.git(branch, "worktree", "add", "--force", "--detach", tree, queue.BRANCH)
+    alone = dataclasses.replace(release, series=tuple(patches(release, pull.patches)))
+    queue.make_worktree(
+        fetch(release.sdist, Settings.from_environment().cache), alone, tree
+    )
+    build = folder / "measured-build"
+    shutil.rmtree(build, ignore_errors=True)
+    shutil.copytree(stock, build, symlinks=True)
+    for path in queue.git(tree, "diff", "--name-only", queue.UPSTREAM).split():
+        if path.startswith("vllm/"):
+            shutil.copyfile(tree / path, build / path)
+    return build
+
+
+def allocated(pull: Pull, folder: Path) -> str:
+    """Return a table of what engines allocate before and after, measured now."""
+    release = load_release(Settings.from_environment().release)
+    print("pr: measuring what the engine allocates ...", file=sys.stderr)
+    builds: dict[str, Path | None] = {
+        "before": steps.make_stock(Settings.from_environment()),
+        "after": measured(release, pull, folder),
+    }
+    table = allocation.compare(builds, folder)
+    return (
+        "\nKV cache tokens that engines started through `LLM` allocate, vLLM "
+        f"{release.version} as published and with this change, a test model of 35 "
+        f"layers with dummy weights:\n\n{table}\n"
+    )
+
+
+def write_models(folder: Path) -> None:
+    """Write stubs of the models that upstream's tests name, for tests run there."""
+    words = ["hello", "user", "assistant", "<unk>"]
+    model = WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer(model)
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    config = LlamaConfig(
+        hidden_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=1 << 15,
+        architectures=["LlamaForCausalLM"],
+    )
+    for name in MODELS:
+        config.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def without_triton(release: Release) -> list[Path]:
+    """Return the patch that lets a release start on x86 without triton-cpu.
+
+    Without triton-cpu, which no package index has, 0.34.0 stops there.
+    """
     from vllm.triton_utils import HAS_TRITON  # as the installed vLLM sees it
 
-    (without_triton,) = read_pulls()["triton"].patches
-    needed = [patch for patch in release.series if without_triton in patch.name]
-    if HAS_TRITON or not needed:
-        return tree, "this branch"
-    queue.apply(tree, needed)
-    return tree, "this branch and pull request `triton`, as triton-cpu is not installed"
+    (part,) = read_pulls()["triton"].patches
+    return [] if HAS_TRITON else [p for p in release.series if part in p.name]
 
 
-def validation(folder: Path, release: Release, pull: Pull) -> str:
-    """Return the results of the pull request's tests and of upstream's suites.
+def trees(branch: Path, release: Release, pull: Pull) -> dict[str, Path]:
+    """Return the trees before and after, both with the tests of the branch."""
+    made = {}
+    for side, commit in (("before", BASE), ("after", queue.BRANCH)):
+        tree = branch.with_name(side)
+        shutil.rmtree(tree, ignore_errors=True)
+        queue.git(branch, "worktree", "prune")
+        queue.git(branch, "worktree", "add", "--detach", tree, commit)
+        for test in pull.tests:
+            path = test.partition("::")[0]
+            queue.git(tree, "checkout", "--quiet", queue.BRANCH, "--", path)
+        if queue.git(tree, "status", "--porcelain"):
+            queue.git(tree, "commit", "--quiet", "-m", "The tests")
+        queue.apply(tree, without_triton(release))
+        made[side] = tree
+    return made
+
+
+def tested(sides: dict[str, Path], pull: Pull) -> str:
+    """Return what the pull request's tests say before the change and after it.
 
     Raises:
-        BuildError: A test of the pull request fails.
+        BuildError: One fails after the change, or none fails before it.
     """
-    said = []
-    if pull.tests:
-        print("pr: testing the branch ...", file=sys.stderr)
-        tree, where = tested_tree(folder, release)
-        build = upstream_tests.link(tree / "vllm", folder.parent / "build")
-        tests = [f"{tree}/{test}" for test in pull.tests]
-        report = folder.parent / "tests.xml"
-        counts = count(run_pytest(tests, build, ROOT, report, 600).values())
-        if counts["failed"] or not counts["passed"]:
-            raise BuildError(f"{pull.tests} on {tree}: {counts}, see {report}")
-        said.append(
-            f"`pytest {' '.join(pull.tests)}` on {where}: "
-            f"{counts['passed']} passed, {counts['failed']} failed."
+    print("pr: testing the branch ...", file=sys.stderr)
+    lines = []
+    for side, tree in sides.items():
+        folder = tree.parent
+        write_models(folder / "models")
+        outcomes = run_pytest(
+            [f"{tree}/{test}" for test in pull.tests],
+            upstream_tests.link(tree / "vllm", folder / f"build-{side}"),
+            folder / "models",
+            folder / f"tests-{side}.xml",
+            600,
+            also=[tree, tree / "tests" / "vllm_test_utils"],
         )
-    if pull.suites:
-        results = upstream_tests.check(upstream_tests.RELEASES[0], pull.suites)
-        said += [
-            "Upstream's own suites, before and after all patches of the series, test "
-            "by test. What fails on both sides mostly needs a model hub:",
-            upstream_tests.table({upstream_tests.RELEASES[0]: results}),
+        counts = count(outcomes.values())
+        lines.append(f"{counts['passed']} passed, {counts['failed']} failed {side} it")
+        failed = [
+            f"FAILED {test.partition(tree.name + '/')[2] or test} - {outcome.reason}"
+            for test, outcome in outcomes.items()
+            if outcome.result == "failed"
         ]
+        if side == "before":
+            output = "\n".join(failed)
+        if bool(failed) != (side == "before") or not counts["passed"] + len(failed):
+            raise BuildError(f"{side}: {counts}, see {folder}/tests-{side}.log")
+    return (
+        f"`pytest {' '.join(pull.tests)}`: {lines[0]}, {lines[1]}.\n\n"
+        "<details>\n<summary>What fails before the change</summary>\n\n"
+        f"```\n{output}\n```\n</details>"
+    )
+
+
+def compared(sides: dict[str, Path], release: Release, pull: Pull) -> str:
+    """Return what existing suites say before the change and after it."""
+    cache = Settings.from_environment().cache
+    tests = upstream_tests.WORK / release.version
+    tests = tests / f"pr-{release.sdist.sha256[:12]}"
+    upstream_tests.unpack_tests(fetch(release.sdist, cache), tests, [])
+    builds = {
+        name: upstream_tests.link(tree / "vllm", tree.parent / f"build-{side}")
+        for name, (side, tree) in zip(("stock", "patched"), sides.items(), strict=True)
+    }
+    results = {
+        suite: upstream_tests.judge(tests, builds, suite) for suite in pull.suites
+    }
+    table = upstream_tests.table({release.version: {"suites": results}})
+    table = table.replace("| stock | patched |", "| before | after |")
+    return (
+        "Existing tests before and after, one by one. What fails on both sides needs "
+        f"a model hub or native code:\n\n{table}"
+    )
+
+
+def validation(branch: Path, release: Release, pull: Pull) -> str:
+    """Return the results of the pull request's tests and of upstream's suites."""
+    said = []
+    sides = trees(branch, release, pull)
+    if pull.tests:
+        said.append(tested(sides, pull))
+    if pull.suites:
+        said.append(compared(sides, release, pull))
+    if said:
+        said.append(
+            f"The tree is {release.version}, without native code; models that tests "
+            "name are stubs, as no hub could be reached."
+        )
+        if without_triton(release):
+            said[-1] += (
+                " triton-cpu could not be installed, so both sides ran with the "
+                "check for it taken out."
+            )
     return "\n\n".join(said) or "See below."
 
 
@@ -255,15 +371,11 @@ def write_text(branch: Path, release: Release, pull: Pull) -> str:
         " ".join(re.findall(r"^Subject: \[PATCH\] (.*(?:\n .*)*)", p, re.MULTILINE))
         for p in (path.read_text() for path in patches(release, pull.patches))
     ]
-    allocated = (
-        "\nKV cache tokens that the engine allocates, before and after (0.32.0, test "
-        f"model of 35 layers, dummy weights):\n\n{allocation()}\n"
-    )
     search = 'gh pr list --repo vllm-project/vllm --state open --search "{}"'
     filled = text.format(
         overview=pull.overview,
         commits="\n".join(f"- {' '.join(s.split())}" for s in subjects),
-        allocation=allocated if pull.allocation else "",
+        allocation=allocated(pull, branch.parent) if pull.allocation else "",
         validation=validation(branch, release, pull),
         details=pull.details,
         size=size(branch),
@@ -309,7 +421,7 @@ def main() -> int:
     print(f"""
 {branch}, branch {queue.BRANCH}; {folder / "PR.md"}
 Yours to do: review each line, then make the commit yours and push it:
-git commit --amend --no-edit --reset-author --signoff --trailer 'Assisted-by: TOOL'""")
+git commit --amend --no-edit --reset-author --signoff --trailer 'Co-authored-by: X'""")
     return status
 
 

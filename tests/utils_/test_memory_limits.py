@@ -104,7 +104,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def docker_v2(host: Host) -> dict[str, int]:
-    """docker run --memory 2g: a namespace whose root is the container's group."""
+    """`docker run --memory 2g`: a namespace whose root is the container's group."""
     host.process("0::/")
     host.mount("cgroup2", "/", V2)
     host.v2(V2, 2 * GiB)
@@ -112,7 +112,7 @@ def docker_v2(host: Host) -> dict[str, int]:
 
 
 def docker_v2_host_namespace(host: Host) -> dict[str, int]:
-    """docker run --cgroupns=host: the whole tree, the process far down in it."""
+    """`docker run --cgroupns=host`: the whole tree, the process far down in it."""
     folder = "/system.slice/docker-0123abcd.scope"
     host.process(f"0::{folder}")
     host.mount("cgroup2", "/", V2)
@@ -132,7 +132,7 @@ def docker_v1(host: Host) -> dict[str, int]:
 
 
 def podman_rootless(host: Host) -> dict[str, int]:
-    """podman run --cgroupns=host --memory 3g, as a user, whose slice has less."""
+    """`podman run --cgroupns=host --memory 3g`, as a user, whose slice has less."""
     user = "/user.slice/user-1000.slice"
     folder = f"{user}/user@1000.service/user.slice/libpod-0123.scope/container"
     host.process(f"0::{folder}")
@@ -178,7 +178,7 @@ def systemd_slice(host: Host) -> dict[str, int]:
 
 
 def systemd_hybrid(host: Host) -> dict[str, int]:
-    """systemd with both versions: memory is a controller of version 1."""
+    """A systemd with both versions: memory is a controller of version 1."""
     path = "/system.slice/vllm.service"
     host.process("1:name=systemd:" + path, "4:memory:" + path, "0::" + path)
     host.mount("tmpfs", "/", V2)

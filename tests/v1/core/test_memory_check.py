@@ -21,74 +21,13 @@ from tests.platforms.cpu_kv_cache_child import FITS, run_engine, use_cpu
 from tests.platforms.cpu_kv_cache_utils import REFERENCE_BLOCK as BLOCK
 from tests.platforms.cpu_kv_cache_utils import STANDALONE_RUNNER, GiB, MiB
 from tests.v1.core.kv_budget_models import qwen3, write_model
-from vllm.utils import cpu_resource_utils, memory_limits
 from vllm.utils.memory_limits import MemoryLimit
 from vllm.v1.core import memory_check
-from vllm.v1.core.memory_check import RankMemory, find_shortage
-
-HOST = 8 * GiB
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(monkeypatch)
-
-
-def rank(size: int, *limits: MemoryLimit, blocks: int = 10) -> RankMemory:
-    return RankMemory(blocks, size, list(limits))
-
-
-def limit(place: str | None, available: int, name: str = "a limit") -> MemoryLimit:
-    return MemoryLimit(name, HOST, available, place)
-
-
-def test_ranks_that_share_a_limit_are_added_up() -> None:
-    shared = limit("host 1 node 0", 3 * GiB)
-
-    assert find_shortage([rank(GiB, shared)] * 3) is None
-    shortage = find_shortage([rank(GiB, shared)] * 4)
-
-    assert shortage is not None
-    assert (shortage.limit, shortage.num_ranks) == (shared, 4)
-    assert shortage.num_bytes == 4 * GiB
-    # A thirty-second less than 3 GiB, for four ranks with 10 blocks a GiB.
-    assert shortage.num_blocks == int(3 * GiB * 31 / 32 / 4 / (GiB / 10))
-
-
-def test_ranks_of_two_hosts_are_not_added_up() -> None:
-    """Each host has a memory node 0."""
-    hosts = [
-        limit(f"host {number} node 0", 3 * GiB, "memory node 0") for number in "12"
-    ]
-
-    assert find_shortage([rank(2 * GiB, hosts[0]), rank(2 * GiB, hosts[1])]) is None
-
-
-def test_limit_of_a_process_counts_for_its_rank_alone() -> None:
-    address_space = limit(None, 3 * GiB)
-
-    assert find_shortage([rank(2 * GiB, address_space)] * 2) is None
-    assert find_shortage([rank(4 * GiB, address_space)] * 2) is not None
-
-
-def test_least_that_any_rank_saw_counts() -> None:
-    """Ranks look one after the other, while memory is taken."""
-    early, late = limit("group", 4 * GiB), limit("group", 2 * GiB)
-
-    shortage = find_shortage([rank(3 * GiB // 2, early), rank(3 * GiB // 2, late)])
-
-    assert shortage is not None and shortage.limit is late
-
-
-def test_worst_shortage_is_named_and_all_limits_are_kept() -> None:
-    narrow = limit("group", GiB, "the group")
-    narrower = limit("node", GiB // 2, "the node")
-
-    shortage = find_shortage([rank(2 * GiB, narrow, narrower)])
-
-    assert shortage is not None
-    assert shortage.limit.name == "the node"
-    assert shortage.num_blocks * 2 * GiB // 10 <= GiB // 2
 
 
 def only_available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -190,52 +129,6 @@ def test_limit_of_the_address_space_is_named(
     assert "of 16.0 GiB" in error
     assert len(error.splitlines()) == 1
     assert error.startswith("Available memory" if checked else "The system refuses")
-
-
-@pytest.mark.parametrize(
-    "tools",
-    [
-        pytest.param({}, id="missing"),
-        pytest.param({"lscpu": "echo no topology >&2; exit 1"}, id="fails"),
-        pytest.param({"lscpu": "echo no JSON"}, id="no-json"),
-        pytest.param({"lscpu": "echo '{}'"}, id="no-cpus"),
-    ],
-)
-def test_no_topology_is_one_node(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    tools: dict[str, str],
-) -> None:
-    for name, script in tools.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    cpus = cpu_resource_utils.get_allowed_cpu_list()
-
-    assert {found.id for found in cpus} == os.sched_getaffinity(0)
-    assert {found.numa_node for found in cpus} == {0}
-
-
-def test_no_memory_nodes_is_node_0(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As in sandboxes: no Mems_allowed_list, and no /sys/devices/system/node."""
-    real_open = open
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\n")
-    monkeypatch.setattr(
-        "builtins.open",
-        lambda path, *arguments, **options: real_open(
-            status if str(path).endswith("/status") else path, *arguments, **options
-        ),
-    )
-    monkeypatch.setattr(memory_limits, "node_limit", lambda *arguments: None)
-
-    assert cpu_resource_utils.get_visible_memory_node() == [0]
-    info = cpu_resource_utils.get_memory_node_info(0)
-
-    assert 0 < info.available_memory <= info.total_memory
 
 
 RANK = """
