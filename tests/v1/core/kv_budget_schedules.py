@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -140,9 +140,6 @@ def run_random_schedule(
     decode_tokens = 1 + scheduler.num_spec_tokens
     spec = config.speculative_config
     draft_slots = spec.max_num_new_slots_for_drafting if spec is not None else 0
-    # A prompt of Mamba layers is computed by whole blocks, or waits for more tokens.
-    states = [s.block_size for s in layers.values() if isinstance(s, MambaSpec)]
-    least_tokens = decode_tokens + draft_slots + max([1, *states])
     running = preemptions = peak = waits = 0
     while requests or scheduler.has_unfinished_requests():
         arrive = random.randint(0, max_num_seqs)
@@ -162,7 +159,11 @@ def run_random_schedule(
         tokens_left = config.scheduler_config.max_num_batched_tokens
         tokens_left -= output.total_num_scheduled_tokens
         tokens_left -= draft_slots * len(output.num_scheduled_tokens)
-        if scheduler.waiting and free_seats > 0 and tokens_left >= least_tokens:
+        if (
+            scheduler.waiting
+            and free_seats > 0
+            and tokens_left > decode_tokens + draft_slots
+        ):
             waits += most <= decode_tokens
         if not output.total_num_scheduled_tokens:
             raise AssertionError(f"seed {seed}: the scheduler is stuck")
