@@ -14,6 +14,7 @@ PAGES = ROOT / "docs" / "results"
 @pytest.mark.parametrize(
     ("module", "page"),
     [
+        ("benchmarks.generation", "generation.md"),
         ("benchmarks.memory", "memory.md"),
         ("checks.matrix", "matrix.md"),
         ("checks.upstream_tests", "upstream-tests.md"),
