@@ -25,7 +25,7 @@ $(VENV)/tools: pyproject.toml constraints.txt
 	@$(PYTHON) cpu_wheel/host.py
 	@$(PYTHON) -m venv $(VENV)
 	@echo "installing the build tools into $(VENV) ..." >&2
-	@$(PIP) 'pip==26.3' && $(PIP) -c constraints.txt --group build --group test --group lint || \
+	@$(PIP) 'pip==26.3' && $(PIP) -c constraints.txt --group build --group deploy --group test --group lint || \
 	  { echo "make: pip could not install the build tools, see above; check the network and 'pip config list'" >&2; exit 1; }
 	@touch $@
 
@@ -36,11 +36,17 @@ $(VENV)/ready: $(VENV)/tools
 table: install ## what the engine allocates, stock beside fork
 	$(PY) -m benchmarks.allocation
 
-install: $(VENV)/ready ## build the wheel and install it into .venv
+install: $(VENV)/ready $(VENV)/deploy ## build the wheel and install it into .venv
 	@$(TOOL) install
 
-wheel: $(VENV)/ready ## build the wheel into dist/
+wheel: $(VENV)/ready ## build the wheel into dist/, and that of kv-budget --deploy
 	@$(TOOL) wheel
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./deploy
+
+# The extra kv-budget of the wheel names this package.
+$(VENV)/deploy: $(VENV)/ready deploy/pyproject.toml $(wildcard deploy/*/*.py)
+	@$(PIP) --no-build-isolation -c constraints.txt ./deploy
+	@touch $@
 
 # Commands of python -m cpu_wheel, with their argument and RELEASE=X, if any.
 source series packager-series verify refresh: $(VENV)/tools

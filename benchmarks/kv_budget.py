@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
@@ -60,6 +61,7 @@ print(json.dumps(result | {"plan": now(), "plan bytes": peak()}))
 """
 
 
+KINDS = ("clock", "cpu")
 PLAN_BYTES = itemgetter("plan bytes")
 
 
@@ -106,9 +108,10 @@ def measure_plan(model: Path) -> dict[str, Any]:
     return measured
 
 
-def measure_command(*command: str | Path) -> float:
-    """Return the processor seconds that `vllm` takes with these arguments."""
+def measure_command(*command: str | Path) -> dict[str, float]:
+    """Return the seconds that `vllm` takes with these arguments."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
     subprocess.run(
         [Path(sys.executable).with_name("vllm"), *command],
         capture_output=True,
@@ -116,8 +119,10 @@ def measure_command(*command: str | Path) -> float:
         cwd=ROOT,
         env=inherited("VLLM_"),
     )
+    clock = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"clock": clock, "cpu": cpu}
 
 
 def main() -> int:
@@ -140,7 +145,7 @@ def main() -> int:
             "kv-budget --help": ("kv-budget", "--help"),
             "kv-budget MODEL": ("kv-budget", models[28], "--max-model-len", "2048"),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
+        seconds: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
         for model in models.values():
             measure_plan(model)  # fills the caches on disk
         for number in range(arguments.runs):
@@ -159,6 +164,9 @@ def main() -> int:
 
     def of_configuration(run: dict[str, Any]) -> float:
         return float(run["plan"]["clock"] / run["configuration"]["clock"])
+
+    def of_command(name: str, kind: str) -> float:
+        return statistics.median(run[kind] for run in seconds[name])
 
     rows = [
         Row(
@@ -185,8 +193,7 @@ def main() -> int:
         *(
             Row(
                 f"processor time of {name}, of that of serve --help",
-                statistics.median(seconds[name])
-                / statistics.median(seconds["serve --help"]),
+                of_command(name, "cpu") / of_command("serve --help", "cpu"),
                 limit,
             )
             for name, limit in (
@@ -205,8 +212,12 @@ def main() -> int:
         ]
         peak = f"{median(layers, PLAN_BYTES) / MiB:.0f} MiB"
         print(f"\n{layers} layers, since the start: {', '.join(stages)}; {peak}")
-    for name, times in seconds.items():
-        print(f"\n`vllm {name}`: {statistics.median(times):.2f} s of CPU time")
+    print()
+    times = [
+        [f"`vllm {name}`", *(f"{of_command(name, kind):.2f}" for kind in KINDS)]
+        for name in commands
+    ]
+    print(table(("whole command", "seconds", "seconds of CPU time"), times))
     for row in rows:
         if not row.met:
             print(f"kv_budget: above its limit: {row.name}", file=sys.stderr)

@@ -466,6 +466,12 @@ BLOOM = {
             id="fp8-with-head-size-80",
         ),
         pytest.param(
+            qwen3(head_dim=72),
+            [],
+            "Unsupported CPU attention configuration: head_dim=72",
+            id="head-size-without-kernels",
+        ),
+        pytest.param(
             MODELS["full"],
             ["--block-size", "0"],
             "block_size=0: Input should be greater than 0",

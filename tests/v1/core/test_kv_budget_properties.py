@@ -7,6 +7,8 @@ scheduler and its block pool are the engine's own, and each sampled token is a 0
 """
 
 import copy
+from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -348,8 +350,20 @@ def windowed_case(random: Random, bases: Configs) -> tuple[VllmConfig, Layers]:
     return config, {f"layers.{i}": spec for i, spec in enumerate(specs)}
 
 
-def check_random_schedule(bases: Configs, seed: int) -> None:
-    config, layers = windowed_case(Random(seed), bases)
+Case = Callable[[Random, Configs], tuple[VllmConfig, Layers]]
+
+
+def any_case(random: Random, bases: Configs) -> tuple[VllmConfig, Layers]:
+    """A configuration with layers of any kinds that an engine can group."""
+    while True:
+        config, layers = make_case(random, bases)
+        with suppress(ValueError, NotImplementedError):
+            plan_kv_budget(config, [layers])
+            return config, layers
+
+
+def check_random_schedule(bases: Configs, make: Case, seed: int) -> None:
+    config, layers = make(Random(seed), bases)
     budget = plan_kv_budget(config, [layers])
     assert budget is not None
 
@@ -360,17 +374,26 @@ def check_random_schedule(bases: Configs, seed: int) -> None:
     assert outcome.peak < budget.held_blocks, seed
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
-def test_random_schedules(base_configs: Configs, first: int) -> None:
-    for seed in range(first, first + 100):
-        check_random_schedule(base_configs, seed)
+CASES = [
+    pytest.param(windowed_case, id="windows-and-chunks"),
+    pytest.param(any_case, id="any-kind"),
+]
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_random_schedules(base_configs: Configs, make: Case) -> None:
+    for seed in range(150):
+        check_random_schedule(base_configs, make, seed)
 
 
 @pytest.mark.slow_test
+@pytest.mark.parametrize("make", CASES)
 @pytest.mark.parametrize("first", range(0, 10_000, 1000))
-def test_ten_thousand_random_schedules(base_configs: Configs, first: int) -> None:
+def test_ten_thousand_random_schedules(
+    base_configs: Configs, make: Case, first: int
+) -> None:
     for seed in range(first, first + 1000):
-        check_random_schedule(base_configs, seed)
+        check_random_schedule(base_configs, make, seed)
 
 
 SHAPE = {

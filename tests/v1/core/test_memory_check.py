@@ -134,21 +134,35 @@ def test_limit_of_the_address_space_is_named(
 RANK = """
     import json, sys
     from vllm import LLM
+    from vllm.utils.memory_limits import MemoryLimit
+    from vllm.v1.core import memory_check
+    if available := json.loads(sys.argv[3]):
+        node = MemoryLimit("memory node 0", available, available, "here")
+        memory_check.limits_of_node = lambda number: [node]
+    arguments = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True,
+        "dtype": "bfloat16", "block_size": 128, "max_model_len": 512,
+        "max_num_seqs": 2, "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "external_launcher",
+    }
     try:
-        engine = LLM(
-            model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True,
-            enforce_eager=True, dtype="bfloat16", block_size=128, max_model_len=512,
-            max_num_seqs=2, pipeline_parallel_size=2,
-            distributed_executor_backend="external_launcher", **json.loads(sys.argv[2]),
-        )
-        print("BLOCKS", engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+        engine = LLM(sys.argv[1], **arguments | json.loads(sys.argv[2]))
+        config = engine.llm_engine.vllm_config
+        blocks = config.cache_config.num_gpu_blocks
+        print("BLOCKS", blocks, "LENGTH", config.model_config.max_model_len)
     except Exception as error:
         print("ERROR", error)
     sys.stdout.flush()
 """
 
 
-def launch(model: str, variable: str, **arguments) -> list[str]:
+def launch(
+    model: str,
+    variable: str,
+    partition: str = "1,3",
+    available: int | None = None,
+    **arguments,
+) -> list[str]:
     """Start two ranks as torchrun does, and return what each of them says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -157,14 +171,14 @@ def launch(model: str, variable: str, **arguments) -> list[str]:
         subprocess.Popen(
             [
                 *(sys.executable, "-c", textwrap.dedent(RANK)),
-                *(model, json.dumps(arguments)),
+                *(model, json.dumps(arguments), json.dumps(available)),
             ],
             env=os.environ
             | {
                 "VLLM_CPU_KVCACHE_SPACE": variable,
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_PP_LAYER_PARTITION": "1,3",
+                "VLLM_PP_LAYER_PARTITION": partition,
                 "OMP_NUM_THREADS": "1",
                 "RANK": str(number),
                 "LOCAL_RANK": str(number),
@@ -211,4 +225,17 @@ def test_ranks_of_an_external_launcher_agree_or_are_refused(tmp_path: Path) -> N
         assert "VLLM_CPU_KVCACHE_SPACE=fit under an external launcher" in error
         assert "rank 0: 9 blocks" in error and "rank 1: 9 blocks" in error
         assert "--num-gpu-blocks-override=9" in error
-    assert blocks == ["BLOCKS 40", "BLOCKS 40"]
+    assert blocks == ["BLOCKS 40 LENGTH 512"] * 2
+
+
+@pytest.mark.slow_test
+def test_ranks_of_an_external_launcher_find_one_length(tmp_path: Path) -> None:
+    """Both take from 66 MiB, of which a thirty-second is left: 31 blocks of 1 MiB each.
+
+    One of these is the null block, and 15 for each of two requests are 1,920 tokens.
+    """
+    model = write_model(tmp_path / "model", qwen3(layers=4))
+
+    found = launch(model, "fit", "2,2", available=66 * MiB, max_model_len=-1)
+
+    assert found == ["BLOCKS 31 LENGTH 1920"] * 2

@@ -7,6 +7,7 @@ The model is the talker of a speech model: 28 layers of 8 KV heads of 128, which
 about 460 MiB beside its KV cache.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -199,11 +200,13 @@ def test_ranks_of_an_engine_are_added_up(talker: str, parallel: str) -> None:
         assert group.kills() == 0
 
 
-@pytest.mark.parametrize("fits", [False, True], ids=["above", "below"])
-def test_data_parallel_engines_are_added_up(talker: str, fits: bool) -> None:
-    """Two budgets of 910 MiB, each of which would fit alone."""
+def data_parallel_engines(limit: int, talker: str, variable: str, **arguments) -> str:
+    """Start two engines of one front end in a control group, and return their output.
+
+    They end with the number of blocks of both, and the longest request.
+    """
     script = """
-        import asyncio, os, sys
+        import asyncio, json, sys
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -211,22 +214,26 @@ def test_data_parallel_engines_are_added_up(talker: str, fits: bool) -> None:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
                 model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True,
                 enforce_eager=True, dtype="bfloat16", block_size=128,
-                max_model_len=2048, max_num_seqs=4, data_parallel_size=2,
-                kv_cache_memory_bytes=65 * 14 * 2**20,
+                max_num_seqs=4, data_parallel_size=2, **json.loads(sys.argv[2]),
             ))
-            print("BLOCKS", engine.vllm_config.cache_config.num_gpu_blocks, flush=True)
+            config = engine.vllm_config
+            blocks = config.cache_config.num_gpu_blocks
+            print("BLOCKS", blocks, "LENGTH", config.model_config.max_model_len)
+            sys.stdout.flush()
             engine.shutdown()
 
         if __name__ == "__main__":
             asyncio.run(main())
     """
     variables = {
+        "VLLM_CPU_KVCACHE_SPACE": variable,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
-    with control_group(limit=6 * GiB if fits else 3 * GiB) as group:
+    command = [sys.executable, "-c", textwrap.dedent(script), talker]
+    with control_group(limit=limit) as group:
         result = subprocess.run(
-            group.command(sys.executable, "-c", textwrap.dedent(script), talker),
+            group.command(*command, json.dumps(arguments)),
             env=os.environ | variables,
             capture_output=True,
             text=True,
@@ -234,10 +241,33 @@ def test_data_parallel_engines_are_added_up(talker: str, fits: bool) -> None:
             timeout=500,
         )
 
-        output = result.stdout + result.stderr
-        if fits:
-            assert "BLOCKS 130" in output, output[-3000:]
-        else:
-            assert "for 2 rank(s), 65 blocks per rank" in output, output[-3000:]
-            assert str(group.folder) in output
         assert group.kills() == 0
+        output = result.stdout + result.stderr
+        return output.replace(str(group.folder), "GROUP")
+
+
+@pytest.mark.parametrize("fits", [False, True], ids=["above", "below"])
+def test_data_parallel_engines_are_added_up(talker: str, fits: bool) -> None:
+    """Two budgets of 910 MiB, each of which would fit alone."""
+    budget = {"kv_cache_memory_bytes": 65 * 14 * MiB, "max_model_len": 2048}
+
+    output = data_parallel_engines((6 if fits else 3) * GiB, talker, "", **budget)
+
+    if fits:
+        assert "BLOCKS 130 LENGTH 2048" in output, output[-3000:]
+    else:
+        assert "for 2 rank(s), 65 blocks per rank" in output, output[-3000:]
+        assert "(GROUP/memory.limit_in_bytes)" in output
+
+
+def test_data_parallel_engines_find_lengths_that_fit_together(talker: str) -> None:
+    """With --max-model-len auto, where the whole length of 4,096 needs 3.5 GiB."""
+    output = data_parallel_engines(3 * GiB, talker, "fit", max_model_len=-1)
+
+    found = re.search(r"BLOCKS (\d+) LENGTH (\d+)", output)
+    assert found is not None, output[-3000:]
+    blocks, length = map(int, found.groups())
+    # The front end has the least length of both engines: one may have more blocks.
+    least = 2 * (1 + 4 * length // 128)
+    assert least <= blocks <= least + 8
+    assert GiB < blocks * 14 * MiB < 3 * GiB - 2 * 460 * MiB

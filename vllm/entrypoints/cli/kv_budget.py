@@ -107,11 +107,22 @@ def parse_serve_args(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
+def plan_deploy(arguments: list[str]) -> int:
+    """Plan a deploy file with the package that knows vllm-omni's."""
+    try:
+        from vllm_kv_budget_deploy.command import main as plan
+    except ModuleNotFoundError as error:
+        if error.name != "vllm_kv_budget_deploy":
+            raise
+        install = "pip install 'vllm[kv-budget]'"
+        print(f"{PROG}: error: --deploy is not installed: {install}", file=sys.stderr)
+        return 1
+    return plan(arguments)
+
+
 def run(arguments: list[str]) -> int:
     """Plan for the arguments behind `vllm kv-budget`, and return the exit status."""
     if any(arg.partition("=")[0] == "--deploy" for arg in arguments):
-        from vllm.entrypoints.kv_budget_deploy import main as plan_deploy
-
         configure_logging_from_args(argparse.Namespace())
         return plan_deploy(arguments)
     if {"-h", "--help"} & set(arguments):

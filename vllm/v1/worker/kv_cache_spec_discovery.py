@@ -9,8 +9,8 @@ and no other process, and then asked by the functions that a worker calls.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -28,20 +28,18 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import (
-    _LOAD_FORMAT_TO_MODEL_LOADER,
     BaseModelLoader,
     get_model,
+    register_model_loader,
 )
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import select_common_block_size
-
-NO_WEIGHTS = "no_weights"
-"""The load format under which a model is built on the meta device."""
 
 
 class WorkerSpecs(NamedTuple):
@@ -82,6 +80,13 @@ class NoWeightsLoader(BaseModelLoader):
             ) from error
 
 
+@cache
+def no_weights() -> str:
+    """Return the load format of that loader, which is registered once."""
+    register_model_loader("no_weights")(NoWeightsLoader)
+    return "no_weights"
+
+
 class FakeGroupCoordinator(parallel_state.GroupCoordinator):
     """A process group that knows its ranks and talks to none of them."""
 
@@ -116,6 +121,29 @@ class FakeGroupCoordinator(parallel_state.GroupCoordinator):
 
 
 @contextmanager
+def fake_groups() -> Iterator[None]:
+    """Let `parallel_state` make groups that are not connected, for a while."""
+    connected = parallel_state.GroupCoordinator
+    parallel_state.GroupCoordinator = FakeGroupCoordinator
+    try:
+        yield
+    finally:
+        parallel_state.GroupCoordinator = connected
+
+
+@contextmanager
+def without_shared_layers() -> Iterator[None]:
+    """Empty a cache of layers, so that no engine of this process finds ours in it."""
+    of_engines = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(of_engines)
+
+
+@contextmanager
 def acting_as_rank(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
     """Let this process look to a model like one rank of the engine.
 
@@ -139,10 +167,7 @@ def acting_as_rank(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
         world_size=parallel_config.world_size_across_dp,
     )
     try:
-        with (
-            patch.object(parallel_state, "GroupCoordinator", FakeGroupCoordinator),
-            set_current_vllm_config(vllm_config),
-        ):
+        with fake_groups(), set_current_vllm_config(vllm_config):
             world = parallel_state.init_world_group(
                 list(range(torch.distributed.get_world_size())), rank, "fake"
             )
@@ -213,6 +238,23 @@ def build_draft_layers(vllm_config: VllmConfig) -> nn.Module | None:
     return proposer.model
 
 
+def batch_of_one_token() -> CommonAttentionMetadata:
+    """Return the metadata of a batch with one request of one token."""
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=one,
+        num_reqs=1,
+        num_actual_tokens=1,
+        max_query_len=1,
+        max_seq_len=1,
+        block_table_tensor=one.view(1, 1),
+        slot_mapping=torch.zeros(1, dtype=torch.int64),
+    )
+
+
 def check_backends(
     vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
 ) -> None:
@@ -220,8 +262,8 @@ def check_backends(
 
     Raises:
         ValueError: If a backend takes neither the block size nor a part of it.
-        NotImplementedError: If it has no kernels for the layer, such as those of an
-            fp8 cache for some head sizes.
+        NotImplementedError: If it has no fp8 cache for the layer's head size.
+        RuntimeError: If it has no kernels for the head size.
 
     """
     layers = get_layers_from_vllm_config(
@@ -234,7 +276,10 @@ def check_backends(
             select_common_block_size(spec.block_size, [backend], [spec])
             if backend is CPUAttentionBackend:
                 device = torch.device("cpu")
-                backend.get_builder_cls()(spec, [name], vllm_config, device)
+                builder = backend.get_builder_cls()(spec, [name], vllm_config, device)
+                # The kernels themselves refuse a head size, when they are asked for
+                # the first batch: ask for one of a single token.
+                builder.build(0, batch_of_one_token())
 
 
 def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
@@ -250,14 +295,12 @@ def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
     """
     config = copy.deepcopy(vllm_config)
     config.parallel_config.rank = rank
-    config.load_config.load_format = NO_WEIGHTS
+    config.load_config.load_format = no_weights()
     if config.speculative_config is not None:
         config.speculative_config.draft_load_config = None
     with (
         acting_as_rank(config, rank),
-        patch.dict(_LOAD_FORMAT_TO_MODEL_LOADER, {NO_WEIGHTS: NoWeightsLoader}),
-        # A cache of layers: an engine in this process must not find ours in it.
-        patch.dict(_ROPE_DICT, clear=True),
+        without_shared_layers(),
         set_current_vllm_config(config),
     ):
         models = [get_model(vllm_config=config)]

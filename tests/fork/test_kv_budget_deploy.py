@@ -1,32 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Cores, memory and comments of a deploy plan, without vllm-omni."""
 
 import io
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
-from vllm.entrypoints.kv_budget_deploy import (
+from vllm.entrypoints.cli import kv_budget as cli
+from vllm.utils.cpu_resource_utils import LogicalCPUInfo, parse_id_list
+from vllm_kv_budget_deploy.cores import (
     BIND,
-    DeployPlan,
     Machine,
-    Stage,
-    StagePlan,
     format_ids,
     give_cores,
     keep_for_front_end,
-    load_document,
     one_cpu_per_core,
-    plan_deploy,
-    read_stages,
-    write_section,
 )
-from vllm.utils.cpu_resource_utils import LogicalCPUInfo, parse_id_list
+from vllm_kv_budget_deploy.document import write_section
+from vllm_kv_budget_deploy.plan import DeployPlan, StagePlan, plan_deploy
+from vllm_kv_budget_deploy.stages import Stage
 
 GiB = 1 << 30
 WHY = "a cache of another kind"
@@ -117,7 +115,7 @@ def test_ids_are_those_that_vllm_reads(text: str) -> None:
         pytest.param({"tensor_parallel_size": 8, "nnodes": 2}, 4, id="two-nodes"),
     ],
 )
-def test_ranks_of_a_node(engine_args: dict[str, int], ranks: int) -> None:
+def test_ranks_of_a_node(engine_args: dict[str, Any], ranks: int) -> None:
     machine = Machine({0: list(range(16))}, {0: 16 * GiB})
 
     plan = plan_deploy([stage(0, **engine_args)], machine, 1).stages[0]
@@ -261,20 +259,56 @@ def test_missing_section_is_added(before: str) -> None:
     assert [entry["kv_cache_memory_bytes"] for entry in stages] == [GiB, GiB]
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        pytest.param("ruamel.yaml", r"pip install 'vllm\[kv-budget\]'", id="ruamel"),
-        pytest.param("vllm_omni", "--deploy needs vllm-omni", id="vllm-omni"),
+        pytest.param(
+            "vllm_kv_budget_deploy",
+            "--deploy is not installed: pip install 'vllm[kv-budget]'",
+            id="package",
+        ),
+        pytest.param("vllm_omni", "--deploy needs vllm-omni: ", id="vllm-omni"),
     ],
 )
-def test_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, message: str
+def test_missing_package_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    module: str,
+    message: str,
 ) -> None:
     file = tmp_path / "deploy.yaml"
     file.write_text("stages: []")
-    monkeypatch.setitem(sys.modules, module, None)
+    for name in [module, *sys.modules]:
+        if name.partition(".")[0] == module:
+            monkeypatch.setitem(sys.modules, name, None)
 
-    with pytest.raises(ImportError, match=message):
-        load_document(file)
-        read_stages(file, "model")
+    assert cli.run(["model", "--deploy", str(file)]) == 1
+
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"vllm kv-budget: error: {message}")
+
+
+@pytest.mark.forked
+def test_changed_vllm_omni_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One that has not the private function that the package calls."""
+    config = ModuleType("vllm_omni.config")
+    config.stage_config = ModuleType("vllm_omni.config.stage_config")  # type: ignore[attr-defined]
+    config.load_deploy_config = config.merge_pipeline_deploy = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm_omni", ModuleType("vllm_omni"))
+    monkeypatch.setitem(sys.modules, "vllm_omni.config", config)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.99")
+    file = tmp_path / "deploy.yaml"
+    file.write_text("stages: []")
+
+    assert cli.run(["model", "--deploy", str(file)]) == 1
+
+    assert capfd.readouterr().err == (
+        "vllm kv-budget: error: vllm-omni 0.99 is not supported: its stage_config has "
+        "no _apply_platform_overrides, as 0.32 has\n"
+    )

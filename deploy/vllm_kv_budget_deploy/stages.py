@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of a deploy file, as vllm-omni's own loader resolves them on CPU."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.kv_budget import one_line
+
+# The kinds of stages whose models vLLM builds.
+PLANNED = {"ar", "generation"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a deploy file, as it is on CPU."""
+
+    stage_id: int
+    name: str
+    engine_args: dict[str, Any]
+    env: dict[str, str]
+    why_measure: str | None
+    """Why the engine cannot describe its cache, None if it can."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks on one node: each has a budget and cores of its own."""
+        size = {
+            key: int(self.engine_args.get(key) or 1)
+            for key in (
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "data_parallel_size",
+                "nnodes",
+            )
+        }
+        replicas = int(
+            self.engine_args.get("data_parallel_size_local")
+            or size["data_parallel_size"]
+        )
+        ranks = size["tensor_parallel_size"] * size["pipeline_parallel_size"]
+        return max(ranks // size["nnodes"], 1) * replicas
+
+
+def find_pipeline(key: str) -> Any:
+    """Return vllm-omni's description of the stages of a kind of model.
+
+    Raises:
+        ValueError: If it has none.
+
+    """
+    try:
+        from vllm_omni.config.pipeline_registry import resolve_pipeline_config
+
+        pipeline = resolve_pipeline_config(key)
+    except ImportError:
+        # The registry needs what any of its models needs. This one may need less.
+        from vllm_omni.config.stage_config import PipelineConfig
+
+        try:
+            module = import_module(f"vllm_omni.model_executor.models.{key}.pipeline")
+        except ImportError as error:
+            raise ValueError(f"pipeline {key!r} of vllm-omni: {error}") from error
+        pipeline = next(
+            (
+                found
+                for found in vars(module).values()
+                if isinstance(found, PipelineConfig) and found.model_type == key
+            ),
+            None,
+        )
+    if pipeline is None:
+        raise ValueError(f"vllm-omni has no pipeline {key!r}")
+    return pipeline
+
+
+def platform_section() -> Callable[..., Any]:
+    """Return vllm-omni's function that applies the `platforms:` section of a name.
+
+    Its public ones apply that of the platform they run on, and none of these is CPU.
+
+    Raises:
+        ImportError: If it is not where vllm-omni 0.32 has it.
+
+    """
+    from vllm_omni.config import stage_config
+
+    try:
+        function: Callable[..., Any] = stage_config._apply_platform_overrides
+    except AttributeError:
+        raise ImportError(
+            f"vllm-omni {metadata.version('vllm-omni')} is not supported: its "
+            "stage_config has no _apply_platform_overrides, as 0.32 has"
+        ) from None
+    return function
+
+
+def read_stages(path: Path, model: str) -> list[Stage]:
+    """Return the stages of a deploy file as vllm-omni resolves them on CPU.
+
+    Raises:
+        ImportError: If vllm-omni is not installed.
+        ValueError: If the file or the model is none of vllm-omni's.
+
+    """
+    try:
+        from vllm_omni.config import load_deploy_config, merge_pipeline_deploy
+    except ImportError as error:
+        raise ImportError(f"--deploy needs vllm-omni: {error}") from error
+    apply_platform = platform_section()
+    try:
+        deploy = apply_platform(load_deploy_config(path), platform="cpu")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(f"{path}: vllm-omni cannot read it: {reason}") from error
+    key = deploy.pipeline
+    if key is None:
+        key = transformers.PretrainedConfig.get_config_dict(model)[0].get("model_type")
+    if key is None:
+        raise ValueError(f"{model}: its config.json has no model_type")
+    stages = []
+    for config in merge_pipeline_deploy(find_pipeline(key), deploy):
+        num_replicas = int(config.yaml_runtime.get("num_replicas", 1))
+        if num_replicas > 1:
+            raise ValueError(
+                f"stage {config.stage_id}: num_replicas={num_replicas} is not planned: "
+                "replicas share an environment, and so the cores in it; "
+                "data_parallel_size gives each rank its own"
+            )
+        kind = config.worker_type or config.stage_type.value
+        stages.append(
+            Stage(
+                stage_id=config.stage_id,
+                name=config.model_stage,
+                engine_args={"model": model, **config.yaml_engine_args},
+                env={
+                    str(key): str(value)
+                    for key, value in (config.yaml_runtime.get("env") or {}).items()
+                },
+                why_measure=None
+                if kind in PLANNED
+                else f"the engine cannot describe the cache of a {kind} stage",
+            )
+        )
+    return stages
+
+
+def stage_engine_args(stage: Stage) -> EngineArgs:
+    """Return vLLM's own arguments among those of a stage, with no budget."""
+    given = dict(stage.engine_args)
+    if model_subdir := given.get("model_subdir"):
+        given["model"] = os.path.join(given["model"], model_subdir)
+    if model_arch := given.get("model_arch"):
+        overrides = given.get("hf_overrides") or {}
+        given["hf_overrides"] = {"architectures": [model_arch], **overrides}
+    # These are classes of vllm-omni's, and none of them sizes a cache.
+    not_planned = {"kv_cache_memory_bytes", "worker_cls", "scheduler_cls"}
+    known = {field.name for field in fields(EngineArgs)} - not_planned
+    return EngineArgs(
+        **{key: given[key] for key in known & given.keys() if given[key] is not None}
+    )
