@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a deploy file, as vllm-omni's own loader resolves them on CPU."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ import transformers
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.kv_budget import one_line
+from vllm.transformers_utils.config import get_config
 
 # The kinds of stages whose models vLLM builds.
 PLANNED = {"ar", "generation"}
@@ -48,8 +50,10 @@ class Stage:
         return max(ranks // size["nnodes"], 1) * replicas
 
 
-def find_pipeline(key: str) -> Any:
+def find_pipeline(key: str, model: str) -> Any:
     """Return vllm-omni's description of the stages of a kind of model.
+
+    That of some kinds depends on the model, such as whether it is to speak.
 
     Raises:
         ValueError: If it has none.
@@ -58,15 +62,18 @@ def find_pipeline(key: str) -> Any:
     try:
         from vllm_omni.config.pipeline_registry import resolve_pipeline_config
 
-        pipeline = resolve_pipeline_config(key)
-    except ImportError:
+        hf_config = None
+        with contextlib.suppress(Exception):  # most kinds do not need it
+            hf_config = get_config(model, trust_remote_code=False)
+        pipeline = resolve_pipeline_config(key, hf_config)
+    except ImportError as missing:
         # The registry needs what any of its models needs. This one may need less.
         from vllm_omni.config.stage_config import PipelineConfig
 
         try:
             module = import_module(f"vllm_omni.model_executor.models.{key}.pipeline")
-        except ImportError as error:
-            raise ValueError(f"pipeline {key!r} of vllm-omni: {error}") from error
+        except ImportError:
+            raise ValueError(f"pipeline {key!r} of vllm-omni: {missing}") from missing
         pipeline = next(
             (
                 found
@@ -125,7 +132,7 @@ def read_stages(path: Path, model: str) -> list[Stage]:
     if key is None:
         raise ValueError(f"{model}: its config.json has no model_type")
     stages = []
-    for config in merge_pipeline_deploy(find_pipeline(key), deploy):
+    for config in merge_pipeline_deploy(find_pipeline(key, model), deploy):
         num_replicas = int(config.yaml_runtime.get("num_replicas", 1))
         if num_replicas > 1:
             raise ValueError(
@@ -134,6 +141,12 @@ def read_stages(path: Path, model: str) -> list[Stage]:
                 "data_parallel_size gives each rank its own"
             )
         kind = config.worker_type or config.stage_type.value
+        why_measure = None
+        if kind not in PLANNED:
+            why_measure = f"the engine cannot describe the cache of a {kind} stage"
+        elif config.hf_config_name:
+            # vLLM's own arguments would build the model of another stage.
+            why_measure = f"a model of {config.hf_config_name} alone is not planned"
         stages.append(
             Stage(
                 stage_id=config.stage_id,
@@ -143,9 +156,7 @@ def read_stages(path: Path, model: str) -> list[Stage]:
                     str(key): str(value)
                     for key, value in (config.yaml_runtime.get("env") or {}).items()
                 },
-                why_measure=None
-                if kind in PLANNED
-                else f"the engine cannot describe the cache of a {kind} stage",
+                why_measure=why_measure,
             )
         )
     return stages

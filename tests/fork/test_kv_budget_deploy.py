@@ -280,9 +280,10 @@ def test_missing_package_is_one_line(
 ) -> None:
     file = tmp_path / "deploy.yaml"
     file.write_text("stages: []")
-    for name in [module, *sys.modules]:
-        if name.partition(".")[0] == module:
-            monkeypatch.setitem(sys.modules, name, None)
+    for name in list(sys.modules):
+        if name.startswith(f"{module}."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
 
     assert cli.run(["model", "--deploy", str(file)]) == 1
 

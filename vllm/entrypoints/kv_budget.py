@@ -321,6 +321,26 @@ def quiet() -> Iterator[None]:
             sys.stdin = stdin
 
 
+def has_only_params(model: str) -> bool:
+    """Return whether a folder is in Mistral's format, which weights tell the engine."""
+    return os.path.isfile(os.path.join(model, "params.json")) and not os.path.isfile(
+        os.path.join(model, "config.json")
+    )
+
+
+def explain(error: Exception, model: str) -> str:
+    """Return an error in one line that names what is at fault."""
+    message = one_line(error)
+    if os.path.isfile(model):
+        return f"{model}: not a folder with a config.json: {message}"
+    if isinstance(error, AttributeError | LookupError | TypeError):
+        file = "params.json" if has_only_params(model) else "config.json"
+        return f"{os.path.join(model, file)}: {type(error).__name__}: {message}"
+    if "check the logs" in message:
+        message += f" VLLM_LOGGING_LEVEL=DEBUG {PROG} shows them."
+    return message
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the plan for parsed arguments.
 
@@ -328,6 +348,8 @@ def main(args: argparse.Namespace) -> int:
         The exit status: 0, or 1 if the engine would not start with them.
 
     """
+    if args.config_format == "auto" and has_only_params(args.model):
+        args.config_format = "mistral"
     try:
         with quiet():
             vllm_config = EngineArgs.from_cli_args(args).create_engine_config(
@@ -337,10 +359,7 @@ def main(args: argparse.Namespace) -> int:
     except Exception as error:
         if envs.VLLM_LOGGING_LEVEL == "DEBUG":
             raise
-        message = one_line(error)
-        if os.path.isfile(args.model):
-            message = f"{args.model}: not a folder with a config.json: {message}"
-        print(f"{PROG}: error: {message}", file=sys.stderr)
+        print(f"{PROG}: error: {explain(error, args.model)}", file=sys.stderr)
         return 1
     print(as_json(plan) if args.json else as_text(plan))
     return 0

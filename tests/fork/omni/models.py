@@ -80,58 +80,9 @@ def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
     }
 
 
-# Qwen3-Omni-30B-A3B and Qwen2.5-Omni-7B: what decides the caches has the real size.
-QWEN3_OMNI: dict[str, Any] = {
-    "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
-    "model_type": "qwen3_omni_moe",
-    "enable_audio_output": True,
-    "torch_dtype": "bfloat16",
-    "thinker_config": {
-        "audio_config": {"encoder_layers": 1, "output_dim": 2048},
-        "vision_config": {
-            "depth": 1,
-            "out_hidden_size": 2048,
-            "deepstack_visual_indexes": [0],
-        },
-        "text_config": {
-            "vocab_size": 152064,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "hidden_size": 2048,
-            "num_experts": 8,
-        },
-    },
-    "talker_config": {
-        "text_config": {
-            "num_hidden_layers": 20,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "num_experts": 8,
-        },
-    },
-}
+# What a pipeline is chosen by: none of its stages' models is built.
 QWEN2_5_OMNI: dict[str, Any] = {
     "architectures": ["Qwen2_5OmniModel"],
     "model_type": "qwen2_5_omni",
-    "enable_audio_output": True,
     "torch_dtype": "bfloat16",
-    "thinker_config": {
-        "audio_config": {"encoder_layers": 1},
-        "vision_config": {"depth": 1},
-        "text_config": {
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        },
-    },
-    "talker_config": {
-        "num_hidden_layers": 24,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "hidden_size": 896,
-    },
 }

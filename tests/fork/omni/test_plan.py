@@ -9,6 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.fork.omni.conftest import EXAMPLE, Environment, Plan, Planned, run_plans
+from tests.fork.omni.models import QWEN2_5_OMNI, write_json
 
 pytestmark = pytest.mark.omni_test
 
@@ -115,6 +116,27 @@ def test_nothing_to_measure(plan: Plan, example: Path, qwen3_tts: Path) -> None:
 
     assert result.stdout == EXAMPLE.read_text()
     assert result.stderr == "Every stage is planned.\n"
+
+
+def test_stages_of_one_configuration(plan: Plan, tmp_path: Path) -> None:
+    """Qwen2.5-Omni: no stage gets the budget of another one's part of the model."""
+    stages = [{"stage_id": n, "kv_cache_memory_bytes": GiB} for n in range(3)]
+    file = tmp_path / "omni.yaml"
+    content = {"pipeline": "qwen2_5_omni", "platforms": {"cpu": {"stages": stages}}}
+    file.write_text(
+        json.dumps(content | {"stages": [{"stage_id": n} for n in range(3)]})
+    )
+    model = write_json(tmp_path / "model", config=QWEN2_5_OMNI)
+
+    result = plan(model, file, "--json", on_16_cores=True)
+
+    assert result.status == 0, result.stderr
+    found = json.loads(result.stdout)["stages"]
+    assert [stage["kv_cache_memory_bytes"] for stage in found] == [GiB] * 3
+    assert [stage["reason"] for stage in found] == [
+        f"measure: 1 GiB per rank as it was, a model of {part} alone is not planned"
+        for part in ("thinker_config", "talker_config", "thinker_config")
+    ]
 
 
 def test_output(plan: Plan, tmp_path: Path, example: Path, qwen3_tts: Path) -> None:

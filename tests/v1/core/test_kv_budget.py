@@ -28,6 +28,7 @@ from tests.v1.core.kv_budget_models import (
     gemma3,
     qwen3,
     write_model,
+    write_tokenizer,
 )
 from vllm.v1.core.kv_budget import KVBudget, _blocks_beside_watermark
 
@@ -540,6 +541,84 @@ def test_file_instead_of_a_folder_is_named(
     assert (status, output) == (1, "")
     message = f"{model}: not a folder with a config.json: "
     assert line.startswith(f"vllm kv-budget: error: {message}")
+
+
+PARAMS = {
+    "dim": 64,
+    "n_layers": 2,
+    "head_dim": 128,
+    "hidden_dim": 64,
+    "n_heads": 8,
+    "n_kv_heads": 8,
+    "norm_eps": 1e-5,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "no-weights"])
+def test_folder_in_the_format_of_mistral(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], weights: bool
+) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    if weights:
+        header = b"{}"
+        file = tmp_path / "consolidated.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    status, output, _ = kv_budget(capfd, str(tmp_path), "--max-model-len", "2048")
+
+    assert status == 0
+    # 2 layers x 8 KV heads x 128 x 2 (keys, values) x 2 bytes
+    assert "token          8,192 bytes (8 KiB)" in output
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        pytest.param({}, "'config.json'. - For Mistral models", id="nothing"),
+        pytest.param(
+            {"consolidated.safetensors": ""}, "'params.json'", id="no-params-json"
+        ),
+        pytest.param(
+            {"params.json": '{"dim": 64}'}, "/params.json: ", id="part-of-params-json"
+        ),
+        pytest.param({"config.json": "{"}, "/config.json' is not a valid", id="json"),
+    ],
+)
+def test_file_that_is_missing_or_broken_is_named(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    files: dict[str, str],
+    message: str,
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+
+    status, output, line = kv_budget(capfd, str(tmp_path))
+
+    assert (status, output) == (1, "")
+    assert line.startswith("vllm kv-budget: error: ")
+    assert message in line and str(tmp_path) in line
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("missing", ["tokenizer*", "preprocessor_config.json", "[pt]*"])
+def test_files_that_a_plan_does_not_need(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: str
+) -> None:
+    model = MODELS["encoder-decoder"]
+    folder = Path(write_model(tmp_path, model))
+    write_tokenizer(folder, model["vocab_size"])
+    for file in folder.glob(missing):
+        file.unlink()
+
+    status, output, _ = kv_budget(capfd, str(folder), "--max-model-len", "448")
+
+    assert status == 0
+    assert "cross_attention" in output
 
 
 @pytest.mark.forked

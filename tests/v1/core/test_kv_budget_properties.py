@@ -370,7 +370,9 @@ def check_random_schedule(bases: Configs, make: Case, seed: int) -> None:
     outcome = run_random_schedule(config, layers, budget.num_bytes, seed)
 
     assert outcome.preemptions == 0, seed
-    assert outcome.waits == 0, seed
+    # A prompt of Mamba layers is computed by whole blocks, or waits for more tokens.
+    has_states = any(isinstance(spec, MambaSpec) for spec in layers.values())
+    assert has_states or outcome.waits == 0, seed
     assert outcome.peak < budget.held_blocks, seed
 
 

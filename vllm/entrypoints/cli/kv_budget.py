@@ -112,7 +112,7 @@ def plan_deploy(arguments: list[str]) -> int:
     try:
         from vllm_kv_budget_deploy.command import main as plan
     except ModuleNotFoundError as error:
-        if error.name != "vllm_kv_budget_deploy":
+        if (error.name or "").partition(".")[0] != "vllm_kv_budget_deploy":
             raise
         install = "pip install 'vllm[kv-budget]'"
         print(f"{PROG}: error: --deploy is not installed: {install}", file=sys.stderr)
