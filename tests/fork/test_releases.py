@@ -362,9 +362,10 @@ def test_git_does_not_tidy_up_behind_a_worktree(tmp_path: Path) -> None:
 
 
 def last_shared_and_own() -> list[str]:
-    """The last patch of the pinned release that others name too, and those after it."""
+    """The last patch of the pinned release that others share, and those after it."""
     names = [path.name for path in PINNED.series]
-    shared = {path.name for path in load_release(RELEASES[0]).series}
+    series = [other.read_text().splitlines() for other in PATCHES.glob("series-*")]
+    shared = {name for lines in series for name in lines}
     return names[max(number for number, name in enumerate(names) if name in shared) :]
 
 
