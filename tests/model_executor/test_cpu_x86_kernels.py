@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -9,12 +11,20 @@ from vllm.platforms import cpu
 ISAS = ("avx512", "avx512_bf16", "amx_tile")
 
 
+def build(monkeypatch: pytest.MonkeyPatch, modules: set[str]) -> None:
+    names = {f"vllm.{module}" for module in modules}
+    monkeypatch.setattr(importlib.util, "find_spec", names.__contains__)
+    uncached = cpu._built_x86_kernels.__wrapped__
+    monkeypatch.setattr(cpu, "_built_x86_kernels", uncached)
+
+
 @pytest.mark.parametrize(
     ("built", "supported"),
     [
         ({"_C", "_C_AVX512", "_C_AVX2"}, [True, True, True]),
         ({"_C_AVX512", "_C_AVX2"}, [True, False, False]),
         ({"_C_AVX2"}, [False, False, False]),
+        (set(), [True, True, True]),  # a tree without kernels lacks none of them
     ],
 )
 def test_kernels_that_were_not_built_support_nothing(
@@ -22,15 +32,31 @@ def test_kernels_that_were_not_built_support_nothing(
 ) -> None:
     for isa in ISAS:
         monkeypatch.setattr(torch.cpu, f"_is_{isa}_supported", lambda: True)
-    monkeypatch.setattr(cpu, "_is_built", built.__contains__)
+    build(monkeypatch, built)
 
     assert [cpu.CpuPlatform.supports_x86_isa(isa) for isa in ISAS] == supported
 
 
-def test_host_without_avx512_uses_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("isas", "built", "kernels"),
+    [
+        ((), {"_C", "_C_AVX512", "_C_AVX2"}, "_C_AVX2"),
+        (("avx512",), {"_C", "_C_AVX512", "_C_AVX2"}, "_C_AVX512"),
+        (("avx512",), {"_C", "_C_AVX2"}, "_C_AVX2"),
+        (ISAS, {"_C_AVX512", "_C_AVX2"}, "_C_AVX512"),
+        (ISAS, set(), "_C"),
+    ],
+)
+def test_best_kernels_that_the_host_can_use_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    isas: tuple[str, ...],
+    built: set[str],
+    kernels: str,
+) -> None:
     for isa in ISAS:
-        monkeypatch.setattr(torch.cpu, f"_is_{isa}_supported", lambda: False)
-    monkeypatch.setattr(cpu, "_is_built", lambda module: True)
+        supported = isa in isas
+        monkeypatch.setattr(torch.cpu, f"_is_{isa}_supported", lambda s=supported: s)
+    build(monkeypatch, built)
 
-    assert cpu.CpuPlatform._x86_kernels() == "_C_AVX2"
-    assert not any(map(cpu.CpuPlatform.supports_x86_isa, ISAS))
+    assert cpu.CpuPlatform._x86_kernels() == kernels
+    assert cpu.CpuPlatform.supports_x86_isa("avx512") == (kernels != "_C_AVX2")
