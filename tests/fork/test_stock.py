@@ -17,7 +17,6 @@ WITHOUT_AN_ENGINE = (
     "tests/model_executor/test_cpu_x86_kernels.py",
     "tests/platforms/test_cpu_kv_cache_budget.py",
     "tests/platforms/test_cpu_kv_cache_capacity.py",
-    "tests/platforms/test_cpu_kv_cache_space.py",
 )
 WITH_ENGINES = (
     "tests/platforms/test_cpu_kv_cache_allocation.py",
