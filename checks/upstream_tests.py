@@ -55,6 +55,10 @@ SUITES = {
         "tests/v1/worker/test_kv_cache_allocation_scope.py",
         "tests/utils_/test_mem_utils.py",
     ],
+    "executor": [
+        "tests/v1/executor/test_executor.py",
+        "tests/v1/executor/test_*multiproc_executor*.py",
+    ],
     "argument parser": ["tests/utils_/test_argparse_utils.py"],
     "render server": [
         "tests/entrypoints/launchers/render",
