@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm import envs
-from vllm.entrypoints.kv_budget import Plan, describe_blocks, make_plan, one_line
+from vllm.entrypoints.kv_budget import Plan, describe_blocks, make_plan
 from vllm.entrypoints.kv_budget_memory import checkpoint_bytes
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.kv_budget import GiB, MiB, format_bytes, longest_model_len
@@ -23,7 +23,7 @@ from vllm_kv_budget_deploy.cores import (
     give_cores,
     keep_for_front_end,
 )
-from vllm_kv_budget_deploy.stages import Stage, stage_engine_args
+from vllm_kv_budget_deploy.stages import Stage, explain, stage_engine_args
 
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 MEASURE = "measure"
@@ -92,7 +92,9 @@ def plan_stage(stage: Stage, machine: Machine) -> StagePlan:
                     )
                 )
         except Exception as error:
-            raise ValueError(f"stage {stage.stage_id}: {one_line(error)}") from error
+            raise ValueError(
+                f"stage {stage.stage_id}: {explain(stage, error)}"
+            ) from error
         budget = plan.budget
         if budget is None:
             return StagePlan(stage, 0, NO_CACHE, plan)

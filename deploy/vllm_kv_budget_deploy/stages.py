@@ -13,10 +13,25 @@ import transformers
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.kv_budget import one_line
+from vllm.model_executor.models import ModelRegistry
 from vllm.transformers_utils.config import get_config
 
 # The kinds of stages whose models vLLM builds.
 PLANNED = {"ar", "generation"}
+# vllm-omni has no workers for CPU yet.
+WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+# What sizes no cache: how stages are connected, for which vllm-omni asks its own
+# workers, and what its files choose for CUDA and vLLM refuses without Triton.
+NOT_PLANNED = {
+    "custom_process_next_stage_input_func",
+    "kv_cache_memory_bytes",
+    "moe_backend",
+    "requires_full_payload_input",
+    "scheduler_cls",
+    "stage_connector_spec",
+    "use_v2_model_runner",
+    "worker_cls",
+}
 
 
 @dataclass(frozen=True)
@@ -144,14 +159,22 @@ def read_stages(path: Path, model: str) -> list[Stage]:
         why_measure = None
         if kind not in PLANNED:
             why_measure = f"the engine cannot describe the cache of a {kind} stage"
-        elif config.hf_config_name:
-            # vLLM's own arguments would build the model of another stage.
-            why_measure = f"a model of {config.hf_config_name} alone is not planned"
+        # What vllm-omni adds once it starts a stage: which part of a model it is, and
+        # what a stage that generates without a loop does without.
+        engine_args = {
+            "model": model,
+            **config.yaml_engine_args,
+            "model_stage": config.model_stage,
+            "hf_config_name": config.hf_config_name,
+        }
+        if kind == "generation":
+            engine_args.setdefault("disable_hybrid_kv_cache_manager", True)
+            engine_args.setdefault("enable_prefix_caching", False)
         stages.append(
             Stage(
                 stage_id=config.stage_id,
                 name=config.model_stage,
-                engine_args={"model": model, **config.yaml_engine_args},
+                engine_args=engine_args,
                 env={
                     str(key): str(value)
                     for key, value in (config.yaml_runtime.get("env") or {}).items()
@@ -163,16 +186,28 @@ def read_stages(path: Path, model: str) -> list[Stage]:
 
 
 def stage_engine_args(stage: Stage) -> EngineArgs:
-    """Return vLLM's own arguments among those of a stage, with no budget."""
+    """Return vllm-omni's arguments of a stage's engine, with no budget."""
+    from vllm_omni.engine.arg_utils import OmniEngineArgs
+
     given = dict(stage.engine_args)
     if model_subdir := given.get("model_subdir"):
         given["model"] = os.path.join(given["model"], model_subdir)
-    if model_arch := given.get("model_arch"):
-        overrides = given.get("hf_overrides") or {}
-        given["hf_overrides"] = {"architectures": [model_arch], **overrides}
-    # These are classes of vllm-omni's, and none of them sizes a cache.
-    not_planned = {"kv_cache_memory_bytes", "worker_cls", "scheduler_cls"}
-    known = {field.name for field in fields(EngineArgs)} - not_planned
-    return EngineArgs(
-        **{key: given[key] for key in known & given.keys() if given[key] is not None}
+    known = {field.name for field in fields(OmniEngineArgs)} - NOT_PLANNED
+    engine_args: EngineArgs = OmniEngineArgs(
+        **{key: given[key] for key in known & given.keys() if given[key] is not None},
+        worker_cls=WORKER,
     )
+    return engine_args
+
+
+def explain(stage: Stage, error: Exception) -> str:
+    """Return in one line why a stage cannot be planned."""
+    message = one_line(error)
+    architecture = str(stage.engine_args.get("model_arch"))
+    if isinstance(error, ImportError) or "failed to be inspected" in message:
+        # vLLM asks another process for the class, and says in its log what failed.
+        try:
+            ModelRegistry.models[architecture].load_model_cls()
+        except Exception as reason:
+            return f"{architecture} of vllm-omni cannot be loaded: {one_line(reason)}"
+    return message

@@ -265,7 +265,8 @@ def test_missing_section_is_added(before: str) -> None:
     [
         pytest.param(
             "vllm_kv_budget_deploy",
-            "--deploy is not installed: pip install 'vllm[kv-budget]'",
+            "--deploy is not installed: pip install --find-links dist "
+            "'vllm[kv-budget]', after `make wheel`",
             id="package",
         ),
         pytest.param("vllm_omni", "--deploy needs vllm-omni: ", id="vllm-omni"),

@@ -420,6 +420,23 @@ def test_processes_of_a_group_share_its_place(host: Host) -> None:
     assert len({limits[-1].place for limits in (first, second, third)}) == 3
 
 
+def test_hosts_share_no_place(host: Host) -> None:
+    """Each has a memory node 0, and groups at the same path and inode."""
+    docker_v1(host)
+    host.write("proc/sys/vm/overcommit_memory", "2\n")
+    node = "sys/devices/system/node/node0/meminfo"
+    host.write(node, f"Node 0 MemTotal: {64 * MiB} kB\n")
+
+    def places() -> set[str | None]:
+        return {limit.place for limit in limits_of_node(0, str(host.root))}
+
+    before = places()
+    assert len(before) == 4 and None not in before
+    assert places() == before
+    host.write("proc/sys/kernel/random/boot_id", "another host\n")
+    assert not places() & before
+
+
 def test_node_is_bounded_by_the_host(host: Host) -> None:
     node = "sys/devices/system/node/node1/meminfo"
     sizes = {

@@ -88,7 +88,14 @@ Plan = Callable[..., Planned]
 def fork() -> Environment:
     """The variables of a process that has vllm-omni beside the installed vLLM."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    return {**environment, "PYTHONPATH": os.pathsep.join([str(OMNI), str(STAND_INS)])}
+    return {**environment, "PYTHONPATH": f"{OMNI}{os.pathsep}{STAND_INS / 'audio'}"}
+
+
+@pytest.fixture(scope="session")
+def vision(fork: Environment) -> Environment:
+    """The same where models that see can be loaded."""
+    path = os.pathsep.join([fork["PYTHONPATH"], str(STAND_INS / "vision")])
+    return fork | {"PYTHONPATH": path}
 
 
 @pytest.fixture(scope="session")

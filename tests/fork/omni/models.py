@@ -80,9 +80,83 @@ def llama(layers: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
     }
 
 
-# What a pipeline is chosen by: none of its stages' models is built.
+def text(model_type: str, layers: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    """A part of a model that generates, with heads of 64."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 64,
+        "hidden_size": 256,
+        "intermediate_size": 64,
+        "vocab_size": 8448,
+        "max_position_embeddings": 32768,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        **more,
+    }
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+AUDIO: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "num_hidden_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "output_dim": 64,
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 256,
+}
+
+# Each part has a geometry of its own: 5 layers of 4 KV heads, 3 of 2.
 QWEN2_5_OMNI: dict[str, Any] = {
     "architectures": ["Qwen2_5OmniModel"],
     "model_type": "qwen2_5_omni",
     "torch_dtype": "bfloat16",
+    "thinker_config": {
+        "audio_config": AUDIO,
+        "vision_config": VISION | {"fullatt_block_indexes": [0]},
+        "text_config": text("qwen2_5_omni_text", 5, 4),
+    },
+    "talker_config": text("qwen2_5_omni_talker", 3, 2, embedding_size=256),
+    "token2wav_config": {"dit_config": {"num_hidden_layers": 1}},
+}
+QWEN3_OMNI: dict[str, Any] = {
+    "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+    "model_type": "qwen3_omni_moe",
+    "torch_dtype": "bfloat16",
+    "thinker_config": {
+        "audio_config": AUDIO,
+        "vision_config": VISION
+        | {
+            "image_size": 64,
+            "apply_vit_abs_pos_embed": True,
+            "deepstack_visual_indexes": [0],
+        },
+        "text_config": text("qwen3_omni_moe_text", 5, 4, **EXPERTS),
+    },
+    "talker_config": {
+        "accept_hidden_layer": 2,
+        "num_code_groups": 16,
+        "thinker_hidden_size": 256,
+        "spatial_merge_size": 2,
+        "speaker_id": {"ethan": 1},
+        "text_config": text(
+            "qwen3_omni_moe_talker_text",
+            3,
+            2,
+            shared_expert_intermediate_size=32,
+            **EXPERTS,
+        ),
+        "code_predictor_config": text(
+            "qwen3_omni_moe_talker_code_predictor", 1, 2, num_code_groups=16
+        ),
+    },
+    "code2wav_config": {"num_hidden_layers": 1, "hidden_size": 64, "decoder_dim": 64},
 }

@@ -9,7 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.fork.omni.conftest import EXAMPLE, Environment, Plan, Planned, run_plans
-from tests.fork.omni.models import QWEN2_5_OMNI, write_json
+from tests.fork.omni.models import QWEN2_5_OMNI, QWEN3_OMNI, write_json
 
 pytestmark = pytest.mark.omni_test
 
@@ -118,25 +118,73 @@ def test_nothing_to_measure(plan: Plan, example: Path, qwen3_tts: Path) -> None:
     assert result.stderr == "Every stage is planned.\n"
 
 
-def test_stages_of_one_configuration(plan: Plan, tmp_path: Path) -> None:
-    """Qwen2.5-Omni: no stage gets the budget of another one's part of the model."""
-    stages = [{"stage_id": n, "kv_cache_memory_bytes": GiB} for n in range(3)]
-    file = tmp_path / "omni.yaml"
-    content = {"pipeline": "qwen2_5_omni", "platforms": {"cpu": {"stages": stages}}}
-    file.write_text(
-        json.dumps(content | {"stages": [{"stage_id": n} for n in range(3)]})
-    )
-    model = write_json(tmp_path / "model", config=QWEN2_5_OMNI)
+def parts(layers: int, kv_heads: int) -> int:
+    """The bytes of two requests of 2,048 tokens: keys and values of heads of 64."""
+    return (2 * 16 + 1) * 128 * layers * 2 * kv_heads * 64 * 2
 
-    result = plan(model, file, "--json", on_16_cores=True)
+
+THINKER, TALKER, NO_CACHE = parts(5, 4), parts(3, 2), 0
+PARTS = {
+    "qwen2_5_omni": ("qwen2_5_omni", {}, [THINKER, TALKER, NO_CACHE]),
+    "qwen2_5_omni-text": ("qwen2_5_omni_thinker_only", {}, [THINKER]),
+    "qwen3_omni": ("qwen3_omni_moe", {}, [THINKER, TALKER, NO_CACHE]),
+    "qwen3_omni-text": ("qwen3_omni_moe", {"enable_audio_output": False}, [THINKER]),
+    "qwen3_omni_thinker_only": ("qwen3_omni_moe_thinker_only", {}, [THINKER]),
+}
+
+
+def write_omni(folder: Path, pipeline: str, **config: object) -> list[object]:
+    """Write a model of parts and a deploy file, and return the command's arguments."""
+    which = QWEN2_5_OMNI if pipeline.startswith("qwen2_5") else QWEN3_OMNI
+    model = write_json(folder, config=which | config)
+    stage = {"max_model_len": 2048, "max_num_seqs": 2, "max_num_batched_tokens": 2048}
+    # As vllm-omni's own files, for CUDA.
+    triton = {"moe_backend": "triton", "model_runner": "v2"}
+    stages = [{"stage_id": number, **stage, **triton} for number in range(3)]
+    file = folder / "deploy.yaml"
+    file.write_text(json.dumps({"pipeline": pipeline, "stages": stages}))
+    return [model, "--deploy", file, "--json"]
+
+
+@pytest.fixture(scope="module")
+def plans_of_parts(
+    vision: Environment, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Planned]:
+    folder = tmp_path_factory.mktemp("parts")
+    commands = [
+        (True, write_omni(folder / name, pipeline, **config))
+        for name, (pipeline, config, _) in PARTS.items()
+    ]
+    return dict(zip(PARTS, run_plans(vision, *commands), strict=True))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_model(plans_of_parts: dict[str, Planned], name: str) -> None:
+    """Each stage has the cache of its own part, as vllm-omni's own classes build it."""
+    result = plans_of_parts[name]
 
     assert result.status == 0, result.stderr
     found = json.loads(result.stdout)["stages"]
-    assert [stage["kv_cache_memory_bytes"] for stage in found] == [GiB] * 3
-    assert [stage["reason"] for stage in found] == [
-        f"measure: 1 GiB per rank as it was, a model of {part} alone is not planned"
-        for part in ("thinker_config", "talker_config", "thinker_config")
+    assert [stage["kv_cache_memory_bytes"] for stage in found] == PARTS[name][2]
+    layers = [
+        [group["num_layers"] for group in stage["budget"]["ranks"][0]["groups"]]
+        for stage in found
+        if stage["budget"]
     ]
+    assert layers == [[5], [3]][: len(layers)]
+
+
+def test_parts_that_cannot_be_loaded(fork: Environment, tmp_path: Path) -> None:
+    """The module that a model's class needs is named, as vLLM only does in its log."""
+    command = write_omni(tmp_path / "model", "qwen2_5_omni")
+
+    (result,) = run_plans(fork, (True, command))
+
+    assert (result.status, result.stdout) == (1, "")
+    assert result.stderr == (
+        "vllm kv-budget: error: stage 0: Qwen2_5OmniForConditionalGeneration of "
+        "vllm-omni cannot be loaded: No module named 'torchvision'\n"
+    )
 
 
 def test_output(plan: Plan, tmp_path: Path, example: Path, qwen3_tts: Path) -> None:

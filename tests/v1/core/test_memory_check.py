@@ -132,12 +132,13 @@ def test_limit_of_the_address_space_is_named(
 
 
 RANK = """
-    import json, sys
+    import json, os, sys
     from vllm import LLM
     from vllm.utils.memory_limits import MemoryLimit
     from vllm.v1.core import memory_check
     if available := json.loads(sys.argv[3]):
-        node = MemoryLimit("memory node 0", available, available, "here")
+        place = f"host {int(os.environ['RANK']) % int(sys.argv[4])} node 0"
+        node = MemoryLimit("memory node 0", available, available, place)
         memory_check.limits_of_node = lambda number: [node]
     arguments = {
         "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True,
@@ -161,9 +162,13 @@ def launch(
     variable: str,
     partition: str = "1,3",
     available: int | None = None,
+    hosts: int = 1,
     **arguments,
 ) -> list[str]:
-    """Start two ranks as torchrun does, and return what each of them says."""
+    """Start two ranks as torchrun does, and return what each of them says.
+
+    Each of the hosts, which are simulated, has the available bytes, if they are given.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -171,7 +176,7 @@ def launch(
         subprocess.Popen(
             [
                 *(sys.executable, "-c", textwrap.dedent(RANK)),
-                *(model, json.dumps(arguments), json.dumps(available)),
+                *(model, json.dumps(arguments), json.dumps(available), str(hosts)),
             ],
             env=os.environ
             | {
@@ -229,13 +234,21 @@ def test_ranks_of_an_external_launcher_agree_or_are_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.slow_test
-def test_ranks_of_an_external_launcher_find_one_length(tmp_path: Path) -> None:
-    """Both take from 66 MiB, of which a thirty-second is left: 31 blocks of 1 MiB each.
-
-    One of these is the null block, and 15 for each of two requests are 1,920 tokens.
-    """
+@pytest.mark.parametrize(
+    ("hosts", "blocks", "length"),
+    [
+        # 31 blocks of 1 MiB each: the null block, and 15 for each of two requests.
+        pytest.param(1, 31, 1920, id="one-host"),
+        # Each has 63 for itself.
+        pytest.param(2, 63, 3968, id="two-hosts"),
+    ],
+)
+def test_ranks_of_an_external_launcher_find_one_length(
+    tmp_path: Path, hosts: int, blocks: int, length: int
+) -> None:
+    """Memory node 0 of a host has 66 MiB, of which a thirty-second is left."""
     model = write_model(tmp_path / "model", qwen3(layers=4))
 
-    found = launch(model, "fit", "2,2", available=66 * MiB, max_model_len=-1)
+    found = launch(model, "fit", "2,2", 66 * MiB, hosts, max_model_len=-1)
 
-    assert found == ["BLOCKS 31 LENGTH 1920"] * 2
+    assert found == [f"BLOCKS {blocks} LENGTH {length}"] * 2

@@ -114,7 +114,8 @@ def plan_deploy(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "vllm_kv_budget_deploy":
             raise
-        install = "pip install 'vllm[kv-budget]'"
+        # No package index has it: `make wheel` writes it to dist, next to vLLM's wheel.
+        install = "pip install --find-links dist 'vllm[kv-budget]', after `make wheel`"
         print(f"{PROG}: error: --deploy is not installed: {install}", file=sys.stderr)
         return 1
     return plan(arguments)
