@@ -11,6 +11,11 @@ from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_sizes import get_kv_cache_configs
 from vllm.v1.core.kv_cache_utils import (
@@ -23,7 +28,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 Layers = dict[str, KVCacheSpec]
@@ -38,7 +43,7 @@ class Outcome(NamedTuple):
     peak: int
     """The most blocks in use, without the null block."""
     waits: int
-    """Steps in which a request waited for blocks though no prompt was computed."""
+    """Steps in which a request was refused blocks though no prompt was computed."""
 
 
 def make_scheduler(
@@ -48,6 +53,9 @@ def make_scheduler(
     configs = get_kv_cache_configs(config, [dict(layers)], num_bytes)
     kv_cache_config = generate_scheduler_kv_cache_config(configs)
     config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+    config.cache_config.block_size = min(
+        group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
+    )
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
     scheduler = Scheduler(
         vllm_config=config,
@@ -59,16 +67,65 @@ def make_scheduler(
     return scheduler, hash_block_size
 
 
+def watch_refusals(scheduler: Scheduler) -> list[str]:
+    """Return a list that grows with each new request that finds too few free blocks."""
+    manager = scheduler.kv_cache_manager
+    coordinator = manager.coordinator
+    allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
+    refused = []
+    needed = 0
+
+    def count_needed(*args: Any, **kwargs: Any) -> int:
+        nonlocal needed
+        needed = count(*args, **kwargs)
+        return needed
+
+    def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(request, *args, **kwargs)
+        # "More than all" is how Mamba layers ask to wait for a state that this very
+        # step computes. Who really needed so many would never run.
+        postponed = needed > manager.block_pool.num_gpu_blocks
+        if (
+            blocks is None
+            and not postponed
+            and request.status is not RequestStatus.RUNNING
+        ):
+            refused.append(request.request_id)
+        return blocks
+
+    coordinator.get_num_blocks_to_allocate = count_needed
+    manager.allocate_slots = allocate_slots
+    return refused
+
+
 def make_request(
-    number: int, tokens: list[int], max_tokens: int, hash_block_size: int
+    number: int,
+    tokens: list[int],
+    max_tokens: int,
+    hash_block_size: int,
+    encoder_tokens: int = 0,
 ) -> Request:
+    encoded = MultiModalFeatureSpec(
+        data=MultiModalKwargsItem.dummy(),
+        modality="audio",
+        identifier=str(number),
+        mm_position=PlaceholderRange(offset=0, length=encoder_tokens),
+    )
     return Request(
         request_id=str(number),
         prompt_token_ids=tokens,
         sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         pooling_params=None,
+        mm_features=[encoded] if encoder_tokens else None,
         block_hasher=get_request_block_hasher(hash_block_size, sha256),
     )
+
+
+def most_encoder_tokens(config: VllmConfig) -> int:
+    """What the engine counts for the encoder of a request, 0 if there is none."""
+    if not config.model_config.is_encoder_decoder:
+        return 0
+    return config.scheduler_config.max_num_encoder_input_tokens
 
 
 def finish_step(
@@ -100,10 +157,12 @@ def finish_step(
 
 
 def random_requests(
-    random: Random, number: int, max_model_len: int, hash_block_size: int
+    random: Random, number: int, config: VllmConfig, hash_block_size: int
 ) -> list[Request]:
     """Requests with lengths at and around those that take most blocks."""
     requests = []
+    max_model_len = config.model_config.max_model_len
+    encoder_tokens = most_encoder_tokens(config)
     shared = [random.randint(1, 3) for _ in range(max_model_len)]
     for i in range(number):
         kind = random.randrange(4)
@@ -117,7 +176,10 @@ def random_requests(
         tokens = shared[:common] + [10 + i] * (length - common)
         room = max_model_len - length
         max_tokens = random.choice([1, random.randint(1, room), room])
-        requests.append(make_request(i, tokens, max_tokens, hash_block_size))
+        if encoder_tokens:
+            encoder_tokens = random.randint(1, most_encoder_tokens(config))
+        request = make_request(i, tokens, max_tokens, hash_block_size, encoder_tokens)
+        requests.append(request)
     return requests
 
 
@@ -132,14 +194,13 @@ def run_random_schedule(
     requests = random_requests(
         random,
         random.randint(max_num_seqs, 3 * max_num_seqs),
-        config.model_config.max_model_len,
+        config,
         hash_block_size,
     )
+    refused = watch_refusals(scheduler)
     rarely = random.random() < 0.5
     pool = scheduler.kv_cache_manager.block_pool
     decode_tokens = 1 + scheduler.num_spec_tokens
-    spec = config.speculative_config
-    draft_slots = spec.max_num_new_slots_for_drafting if spec is not None else 0
     running = preemptions = peak = waits = 0
     while requests or scheduler.has_unfinished_requests():
         arrive = random.randint(0, max_num_seqs)
@@ -150,21 +211,13 @@ def run_random_schedule(
         for request in requests[:arrive]:
             scheduler.add_request(request)
         del requests[:arrive]
+        refused.clear()
         output = scheduler.schedule()
         running = max(running, len(scheduler.running))
         preemptions += len(output.preempted_req_ids or ())
         peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
         most = max(output.num_scheduled_tokens.values(), default=0)
-        free_seats = max_num_seqs - len(scheduler.running)
-        tokens_left = config.scheduler_config.max_num_batched_tokens
-        tokens_left -= output.total_num_scheduled_tokens
-        tokens_left -= draft_slots * len(output.num_scheduled_tokens)
-        if (
-            scheduler.waiting
-            and free_seats > 0
-            and tokens_left > decode_tokens + draft_slots
-        ):
-            waits += most <= decode_tokens
+        waits += bool(refused) and most <= decode_tokens
         if not output.total_num_scheduled_tokens:
             raise AssertionError(f"seed {seed}: the scheduler is stuck")
         finish_step(scheduler, output, random)

@@ -4,7 +4,7 @@
 
 Sufficient: with the planned budget max_num_seqs requests of max_model_len run at
 once and none is preempted. Exact start-up minimum: one block less and the engine
-refuses. Tight, for full attention and MLA: one block less, and fewer run at once or
+refuses. Tight, without windows and chunks: one block less, and fewer run at once or
 one is preempted.
 """
 
@@ -67,8 +67,19 @@ TIGHT = [
     "mla",
     *(
         pytest.param(kind, marks=pytest.mark.slow_test)
-        for kind in ("talker", "multi-query", "fp8", "reference-no-hybrid")
+        for kind in (
+            "talker",
+            "multi-query",
+            "fp8",
+            "reference-no-hybrid",
+            "mamba",
+            "mamba-hybrid",
+            "linear-hybrid",
+            "short-conv",
+            "encoder-decoder",
+        )
     ),
+    pytest.param("mtp", marks=SLOW_SPECULATIVE),
 ]
 
 # What the CPU backend cannot run, and what it says.
@@ -164,6 +175,24 @@ def test_budget_is_tight(tmp_path: Path, kind: str, missing: int) -> None:
 
     all_at_once = result.running == max_num_seqs and result.preemptions == 0
     assert all_at_once == (missing == 0)
+
+
+@pytest.mark.slow_test
+@pytest.mark.forked
+@pytest.mark.parametrize("kind", ["linear-hybrid", "short-conv"])
+@pytest.mark.parametrize("missing", [0, 1], ids=["planned", "one-block-less"])
+def test_tight_for_states_at_the_ends_of_blocks(
+    tmp_path: Path, kind: str, missing: int
+) -> None:
+    """With prefix caching, where both requests begin a block in the same step."""
+    result, max_num_seqs, num_blocks = grow_together(
+        tmp_path, kind, missing, max_model_len=512, enable_prefix_caching=True
+    )
+
+    if missing:
+        assert result.running < max_num_seqs or result.preemptions
+    else:
+        assert result == Run(max_num_seqs, 0, num_blocks - 1)
 
 
 @pytest.mark.slow_test
