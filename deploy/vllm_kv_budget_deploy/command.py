@@ -127,6 +127,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args: argparse.Namespace = parser.parse_args(list(arguments))
     if args.front_end_cores < 0:
         parser.error(f"--front-end-cores {args.front_end_cores}: expected 0 or more")
+    if args.output and (args.output.is_dir() or not args.output.parent.is_dir()):
+        parser.error(f"--output {args.output}: expected a file in an existing folder")
     if args.output and args.output.exists() and not args.force:
         parser.error(f"{args.output} exists; --force overwrites it")
     return args

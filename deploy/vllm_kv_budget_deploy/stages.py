@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a deploy file, as vllm-omni's own loader resolves them on CPU."""
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -12,6 +11,7 @@ from typing import Any
 import transformers
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints import kv_budget
 from vllm.entrypoints.kv_budget import one_line
 from vllm.model_executor.models import ModelRegistry
 from vllm.transformers_utils.config import get_config
@@ -74,12 +74,15 @@ def find_pipeline(key: str, model: str) -> Any:
         ValueError: If it has none.
 
     """
+    why = ""
     try:
         from vllm_omni.config.pipeline_registry import resolve_pipeline_config
 
         hf_config = None
-        with contextlib.suppress(Exception):  # most kinds do not need it
+        try:
             hf_config = get_config(model, trust_remote_code=False)
+        except Exception as error:  # most kinds do not need it
+            why = f" for {model}: {one_line(error)}"
         pipeline = resolve_pipeline_config(key, hf_config)
     except ImportError as missing:
         # The registry needs what any of its models needs. This one may need less.
@@ -98,7 +101,7 @@ def find_pipeline(key: str, model: str) -> Any:
             None,
         )
     if pipeline is None:
-        raise ValueError(f"vllm-omni has no pipeline {key!r}")
+        raise ValueError(f"vllm-omni has no pipeline {key!r}{why}")
     return pipeline
 
 
@@ -145,7 +148,7 @@ def read_stages(path: Path, model: str) -> list[Stage]:
     if key is None:
         key = transformers.PretrainedConfig.get_config_dict(model)[0].get("model_type")
     if key is None:
-        raise ValueError(f"{model}: its config.json has no model_type")
+        raise ValueError(f"{model}: there is no config.json with a model_type")
     stages = []
     for config in merge_pipeline_deploy(find_pipeline(key, model), deploy):
         num_replicas = int(config.yaml_runtime.get("num_replicas", 1))
@@ -202,7 +205,7 @@ def stage_engine_args(stage: Stage) -> EngineArgs:
 
 def explain(stage: Stage, error: Exception) -> str:
     """Return in one line why a stage cannot be planned."""
-    message = one_line(error)
+    message = kv_budget.explain(error, stage.engine_args["model"])
     architecture = str(stage.engine_args.get("model_arch"))
     if isinstance(error, ImportError) or "failed to be inspected" in message:
         # vLLM asks another process for the class, and says in its log what failed.

@@ -4,6 +4,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -124,23 +125,31 @@ def parts(layers: int, kv_heads: int) -> int:
 
 
 THINKER, TALKER, NO_CACHE = parts(5, 4), parts(3, 2), 0
-PARTS = {
+PARTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "qwen2_5_omni": ("qwen2_5_omni", {}, [THINKER, TALKER, NO_CACHE]),
     "qwen2_5_omni-text": ("qwen2_5_omni_thinker_only", {}, [THINKER]),
+    "qwen2_5_omni-two-ranks": (
+        "qwen2_5_omni",
+        {"tensor_parallel_size": 2},
+        [THINKER // 2, TALKER // 2, NO_CACHE],
+    ),
     "qwen3_omni": ("qwen3_omni_moe", {}, [THINKER, TALKER, NO_CACHE]),
     "qwen3_omni-text": ("qwen3_omni_moe", {"enable_audio_output": False}, [THINKER]),
     "qwen3_omni_thinker_only": ("qwen3_omni_moe_thinker_only", {}, [THINKER]),
 }
 
 
-def write_omni(folder: Path, pipeline: str, **config: object) -> list[object]:
+def write_omni(
+    folder: Path, pipeline: str, tensor_parallel_size: int = 1, **config: object
+) -> list[object]:
     """Write a model of parts and a deploy file, and return the command's arguments."""
     which = QWEN2_5_OMNI if pipeline.startswith("qwen2_5") else QWEN3_OMNI
     model = write_json(folder, config=which | config)
+    ranks = {"tensor_parallel_size": tensor_parallel_size}
     stage = {"max_model_len": 2048, "max_num_seqs": 2, "max_num_batched_tokens": 2048}
     # As vllm-omni's own files, for CUDA.
     triton = {"moe_backend": "triton", "model_runner": "v2"}
-    stages = [{"stage_id": number, **stage, **triton} for number in range(3)]
+    stages = [{"stage_id": number, **stage, **triton, **ranks} for number in range(3)]
     file = folder / "deploy.yaml"
     file.write_text(json.dumps({"pipeline": pipeline, "stages": stages}))
     return [model, "--deploy", file, "--json"]
@@ -212,14 +221,17 @@ def test_output(plan: Plan, tmp_path: Path, example: Path, qwen3_tts: Path) -> N
 
 
 def test_bad_options_are_one_line(
-    fork: Environment, example: Path, qwen3_tts: Path
+    fork: Environment, tmp_path: Path, example: Path, qwen3_tts: Path
 ) -> None:
+    vllm_omni_own = example.with_name("qwen3_tts.yaml")
     deploy = [qwen3_tts, "--deploy", example]
     results = run_plans(
         fork,
         (True, [*deploy, "--max-num-seqs", 4]),
         (True, [*deploy, "--front_end_cores", -1]),
         (True, ["--deploy", example]),
+        (True, [*deploy, "--output", tmp_path / "nowhere" / "file.yaml"]),
+        (True, [tmp_path, "--deploy", vllm_omni_own]),
     )
 
     assert [result.stderr for result in results] == [
@@ -228,9 +240,12 @@ def test_bad_options_are_one_line(
             "--max-num-seqs: with --deploy, engine arguments come from the file",
             "--front-end-cores -1: expected 0 or more",
             "the following arguments are required: MODEL",
+            f"--output {tmp_path}/nowhere/file.yaml: expected a file in an existing "
+            "folder",
+            f"{tmp_path}: there is no config.json with a model_type",
         )
     ]
-    assert [result.stdout for result in results] == [""] * 3
+    assert [result.stdout for result in results] == [""] * 5
 
 
 BAD_FILES = {
