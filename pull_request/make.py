@@ -60,6 +60,7 @@ class Pull:
     search: list[str]
     after: list[str] = dataclasses.field(default_factory=list)
     job: list[str] = dataclasses.field(default_factory=list)
+    files: list[str] = dataclasses.field(default_factory=list)
     allocation: bool = False
 
 
@@ -131,7 +132,8 @@ def commit(folder: Path, files: list[Path], tests: list[str], title: str) -> Non
         written: list[Path] = []
         for patch in files:
             head, _, diff = split(patch.read_bytes())
-            bodies.append(head.partition("\n\n")[2].strip())
+            if patch.parent != EXTRA.parent:  # those say what they test, no more
+                bodies.append(head.partition("\n\n")[2].strip())
             for test in [] if written else tests:
                 if (ROOT / test).is_file():
                     diff += new_file(test, (ROOT / test).read_text())
@@ -173,11 +175,12 @@ def make_branch(
     pulls = read_pulls()
     for needed in pulls[name].after:
         pull = pulls[needed]
-        commit(folder, patches(release, pull.patches), pull.tests, pull.title)
+        added = pull.tests + pull.files
+        commit(folder, patches(release, pull.patches), added, pull.title)
     queue.git(folder, "branch", "--force", BASE)
     pull = pulls[name]
     files = patches(release, pull.patches + pull.job)
-    commit(folder, files, pull.tests, pull.title)
+    commit(folder, files, pull.tests + pull.files, pull.title)
     queue.git(folder, "update-ref", MADE, "HEAD")
 
 

@@ -5,7 +5,6 @@
 import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -42,14 +41,3 @@ def test_engines_of_a_front_end_find_the_same_shortage(tmp_path: Path) -> None:
     ranks, shortage = first
     assert [rank.num_bytes for rank in ranks] == [GiB, 2 * GiB]
     assert (shortage.num_ranks, shortage.num_bytes) == (2, 3 * GiB)
-
-
-def test_ranks_with_different_numbers_of_blocks_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks = [[RankMemory(blocks, GiB, [])] for blocks in (256, 85)]
-    monkeypatch.setattr(memory_check, "gather_plans", lambda *arguments: ranks)
-    cache = SimpleNamespace(num_gpu_blocks_override=256)
-
-    with pytest.raises(ValueError, match="--num-gpu-blocks-override=85 gives all"):
-        memory_check._with_other_ranks(SimpleNamespace(cache_config=cache), ranks[0])

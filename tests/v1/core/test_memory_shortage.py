@@ -5,8 +5,7 @@
 import pytest
 
 from vllm.utils.memory_limits import MemoryLimit
-from vllm.v1.core import memory_check
-from vllm.v1.core.memory_check import RankMemory, find_shortage, refused_mapping
+from vllm.v1.core.memory_check import RankMemory, find_shortage
 
 pytestmark = pytest.mark.cpu_test
 
@@ -69,19 +68,3 @@ def test_worst_shortage_is_named_and_all_limits_are_kept() -> None:
     assert shortage is not None
     assert shortage.limit.name == "the node"
     assert shortage.num_blocks * 2 * GiB // 10 <= GiB // 2
-
-
-def test_refused_mapping_names_what_the_process_has_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        memory_check, "process_limits", lambda: [limit(None, GiB, "RLIMIT_AS")]
-    )
-    monkeypatch.setattr(memory_check, "commit_limit", lambda: None)
-
-    line = refused_mapping(MemoryError(), 2 * GiB)
-
-    assert line is not None
-    assert "2.0 GiB (2147483648 bytes)" in line
-    assert "RLIMIT_AS leaves 1.0 GiB of 8.0 GiB" in line
-    assert refused_mapping(RuntimeError("another error"), 2 * GiB) is None
