@@ -26,6 +26,7 @@ from vllm.entrypoints.kv_budget_memory import (
     memory_as_json,
     read_memory,
 )
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -341,6 +342,20 @@ def explain(error: Exception, model: str) -> str:
     return message
 
 
+def import_classes(model: str) -> None:
+    """Import the classes of a model in a folder, which the layers need later anyway.
+
+    The engine's code imports one to ask what it supports, and to keep CUDA out of this
+    process it does so in another one, which imports all of vLLM again.
+    """
+    with contextlib.suppress(Exception):  # it is said when the configuration is built
+        with open(os.path.join(model, "config.json")) as file:
+            architectures = json.load(file)["architectures"]
+        for name in architectures:
+            if known := ModelRegistry.models.get(name):
+                ModelRegistry.register_model(name, known.load_model_cls())
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the plan for parsed arguments.
 
@@ -352,7 +367,9 @@ def main(args: argparse.Namespace) -> int:
         args.config_format = "mistral"
     try:
         with quiet():
-            vllm_config = EngineArgs.from_cli_args(args).create_engine_config(
+            engine_args = EngineArgs.from_cli_args(args)
+            import_classes(args.model)
+            vllm_config = engine_args.create_engine_config(
                 UsageContext.OPENAI_API_SERVER
             )
             plan = make_plan(vllm_config)

@@ -144,6 +144,8 @@ def run(arguments: list[str]) -> int:
 def main(arguments: list[str]) -> NoReturn:
     """Run, and end without taking thousands of modules down one by one."""
     gc.disable()  # all that is imported lives until the end
+    # Modules compile functions as they are imported, and nothing runs here.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     try:
         status: Any = run(arguments)
     except SystemExit as end:  # of the parser

@@ -17,6 +17,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vllm.config import (
+    CompilationMode,
     ModelConfig,
     SpeculativeConfig,
     VllmConfig,
@@ -300,6 +301,8 @@ def worker_specs(vllm_config: VllmConfig, rank: int) -> WorkerSpecs:
     config = copy.deepcopy(vllm_config)
     config.parallel_config.rank = rank
     config.load_config.load_format = no_weights()
+    # Nothing runs, so nothing is compiled and the compiler is not imported.
+    config.compilation_config.mode = CompilationMode.NONE
     if config.speculative_config is not None:
         config.speculative_config.draft_load_config = None
     with (
