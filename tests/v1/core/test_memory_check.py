@@ -42,7 +42,12 @@ def only_available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     ("variable", "size", "shown"),
     [
         pytest.param(None, 128 * MiB, "--kv-cache-memory-bytes=134217728", id="bytes"),
-        pytest.param("0.125", None, "VLLM_CPU_KVCACHE_SPACE=0.125", id="variable"),
+        pytest.param(
+            "0.125",
+            None,
+            "VLLM_CPU_KVCACHE_SPACE=0.125 (--kv-cache-memory-bytes=134217728)",
+            id="variable",
+        ),
     ],
 )
 def test_budget_above_what_is_free_is_refused(
