@@ -19,10 +19,10 @@ HEAD = """# Planned blocks, and blocks in use
 
 `python -m benchmarks.kv_budget_peaks` prints this page. Each engine has the planned
 budget and runs two requests of full length (`max_model_len` 512,
-`max_num_batched_tokens` 512): both with a prompt of 488 tokens at once, and one that is
-about to end when another comes with a prompt of full length. The null block is not
-counted. The last column is an engine with 5% less, rounded up to whole blocks: whether
-it preempts, lets a request wait, or does not start.
+`max_num_batched_tokens` 512): both with a prompt of 488 tokens at once, both with one
+of 8, and one that is about to end when another comes with a prompt of full length. The
+null block is not counted. The last column is an engine with 5% less, rounded up to
+whole blocks: whether it preempts, lets a request wait, or does not start.
 {date}, {machine}:
 """
 KINDS = (
@@ -49,11 +49,11 @@ KINDS = (
 
 
 def serve(kind: str, less: float = 0) -> tuple[int, int, int, int] | None:
-    """Run an engine with the planned budget, or with less, in both ways.
+    """Run an engine with the planned budget, or with less, in all ways.
 
     Returns:
         The planned blocks without the null block, the most in use, the least that ran
-        at once in one of both ways, and the preemptions; None if it does not start.
+        at once in one of these ways, and the preemptions; None if it does not start.
 
     """
     from tests.v1.core.kv_budget_engine import engine_args, plan_for, run, start
@@ -68,6 +68,7 @@ def serve(kind: str, less: float = 0) -> tuple[int, int, int, int] | None:
         llm = start(args, num_blocks * budget.bytes_per_block)
         runs = [
             run(llm, kind, args["max_model_len"] - 24),
+            run(llm, kind, 8),
             run(llm, kind, 8, late=True),
         ]
     return (

@@ -123,6 +123,8 @@ def run(llm: LLM, kind: str, prompt_len: int, late: bool = False) -> Run:
     scheduler = engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     max_model_len = config.model_config.max_model_len
+    drafts = config.speculative_config
+    step = 1 + (drafts.num_speculative_tokens if drafts else 0)
     model, _ = VARIANTS.get(kind, (kind, {}))
 
     def add(number: int, prompt_len: int) -> None:
@@ -156,7 +158,7 @@ def run(llm: LLM, kind: str, prompt_len: int, late: bool = False) -> Run:
     scheduler.schedule = schedule_and_count
     while engine.has_unfinished_requests():
         lengths = [request.num_tokens for request in scheduler.requests.values()]
-        if late and max(lengths, default=0) >= max_model_len - 2:
+        if late and max(lengths, default=0) >= max_model_len - 1 - step:
             # Some models put a token of their own before it.
             add(at_once, max_model_len - 2)
             late = False
