@@ -262,12 +262,11 @@ def write(path: Path, patch: bytes, shared: bool = False) -> bool:
     """Write a patch unless it says what is there, and return whether it was written.
 
     What it says has today as its Last-Update. The lines around a change, or the
-    hashes of the files, may be others without another date; in a copy that several
-    releases share they stay, as each release would write its own.
+    hashes of the files, may be others without another date. In a copy that several
+    releases share line numbers stay, as each release would write its own.
     """
     before = path.read_bytes() if path.exists() else b""
-    alike = said if shared else substance
-    if alike(before) == alike(patch):
+    if substance(before, shared) == substance(patch, shared):
         return False
     date = time.strftime("%Y-%m-%d", time.gmtime()).encode()
     if said(before) == said(patch) and (match := LAST_UPDATE.search(before)):
@@ -281,10 +280,13 @@ def said(patch: bytes) -> tuple[bytes, list[bytes]]:
     return LAST_UPDATE.sub(b"", patch.partition(b"\n---\n")[0]), changes(patch)
 
 
-def substance(patch: bytes) -> bytes:
-    """Return a patch without the hashes of its files and the date of its update."""
-    hashes = re.compile(rb"^index [0-9a-f]+\.\.[0-9a-f]+", re.MULTILINE)
-    return LAST_UPDATE.sub(b"", hashes.sub(b"", patch))
+def substance(patch: bytes, shared: bool = False) -> bytes:
+    """Return a patch without its date, the hashes of files, and line numbers if shared.
+
+    Git repeats a line of the file behind the numbers, which may be another one too.
+    """
+    left_out = rb"^index [0-9a-f]+\.\.[0-9a-f]+" + (rb"|^@@ .*" if shared else b"")
+    return LAST_UPDATE.sub(b"", re.sub(left_out, b"", patch, flags=re.MULTILINE))
 
 
 def stem(name: str) -> str:

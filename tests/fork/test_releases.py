@@ -514,16 +514,22 @@ def test_refresh_of_another_release_writes_only_its_own(
 
 
 def test_copy_that_releases_share_keeps_its_line_numbers(tmp_path: Path) -> None:
+    """And follows in the lines around a change: it would not apply otherwise."""
     copy = tmp_path / "copy.patch"
     text = (
-        b"Subject: x\n\nLast-Update: 2026-01-01\n---\ndiff --git a b\n@@ -%d @@\n+1\n"
+        b"Subject: x\n\nLast-Update: 2026-01-01\n---\ndiff --git a b\n"
+        b"@@ -%d @@ def f\n 0\n+1\n"
     )
     copy.write_bytes(text % 1)
 
-    assert not queue.write(copy, text % 2, shared=True)
+    assert not queue.write(copy, (text % 2).replace(b"def f", b"def g"), shared=True)
     assert copy.read_bytes() == text % 1
     assert queue.write(copy, text % 2)
     assert queue.write(copy, text.replace(b"+1", b"+2") % 1, shared=True)
+    around = text.replace(b" 0", b" 3") % 1
+    copy.write_bytes(text % 1)
+    assert queue.write(copy, around, shared=True)
+    assert copy.read_bytes() == around
 
 
 @pytest.mark.usefixtures("hostile_git")
