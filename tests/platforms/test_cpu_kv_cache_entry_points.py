@@ -571,7 +571,8 @@ def parser() -> FlexibleArgumentParser:
     ],
 )
 def test_flag(parser: FlexibleArgumentParser, text: str, size: int) -> None:
-    arguments = parser.parse_args(["--kv-cache-memory-bytes", text])
+    # With HF_HUB_OFFLINE a model that is not a folder is looked up.
+    arguments = parser.parse_args(["--model", ".", "--kv-cache-memory-bytes", text])
 
     assert AsyncEngineArgs.from_cli_args(arguments).kv_cache_memory_bytes == size
 
