@@ -245,33 +245,39 @@ def check(version: str, suites: list[str]) -> dict[str, Any]:
     compared = {"compared": what}
     for suite in suites:
         result = judge(tests, builds, suite)
-        results[suite] = {"source": steps.source_key(release)} | result
+        key = steps.source_key(release)
+        results[suite] = {"source": key, **report.place(), **result}
         store(version, compared | {"suites": dict(results)})
     return compared | {"suites": results}
 
 
 def page(stored: dict[str, Any]) -> str:
     """Return docs/results/upstream-tests.md."""
+    releases = stored["releases"]
     compared = "\n".join(
-        f"- {version}: {release['compared']}."
-        for version, release in stored["releases"].items()
+        f"- {version}: {release['compared']}." for version, release in releases.items()
+    )
+    suites = [s for release in releases.values() for s in release["suites"].values()]
+    places = "\n".join(
+        sorted({f"- {suite['date']}, {suite['machine']}" for suite in suites})
     )
     return f"""# Upstream's own tests, stock and patched
 
 `python -m checks.upstream_tests --show` prints this page; `make upstream-tests`
 measures it. The tests are those of the sdist, the same on both sides, compared one by
 one. A regression passes on stock and fails on patched, in two runs; a flaky test
-differs in one run only.
-{stored["date"]}, {stored["machine"]}:
+differs in one run only. Measured on:
 
-{table(stored["releases"])}
+{places}
+
+{table(releases)}
 
 {compared}
 
 Why tests fail on both sides, by the first line of the reason:
 
 ```
-{reasons(stored["releases"])}
+{reasons(releases)}
 ```
 """
 
