@@ -60,3 +60,14 @@ def test_best_kernels_that_the_host_can_use_are_taken(
 
     assert cpu.CpuPlatform._x86_kernels() == kernels
     assert cpu.CpuPlatform.supports_x86_isa("avx512") == (kernels != "_C_AVX2")
+
+
+def test_build_without_kernels_for_the_host_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for isa in ISAS:
+        monkeypatch.setattr(torch.cpu, f"_is_{isa}_supported", lambda: False)
+    build(monkeypatch, {"_C", "_C_AVX512"})
+
+    with pytest.raises(RuntimeError, match=r"has \['_C', '_C_AVX512'\].*\['_C_AVX2'\]"):
+        cpu.CpuPlatform._x86_kernels()
