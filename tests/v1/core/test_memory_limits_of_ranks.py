@@ -9,6 +9,8 @@ import pytest
 
 from vllm.utils.memory_limits import limits_of_node, process_limits
 
+pytestmark = pytest.mark.cpu_test
+
 GiB = 1 << 30
 
 

@@ -11,9 +11,12 @@ from vllm.platforms import current_platform
 from vllm.utils.memory_limits import MemoryLimit, commit_limit
 from vllm.v1.core import memory_check
 
-pytestmark = pytest.mark.skipif(
-    not current_platform.is_cpu(), reason="the CPU worker patches torch"
-)
+pytestmark = [
+    pytest.mark.cpu_test,
+    pytest.mark.skipif(
+        not current_platform.is_cpu(), reason="the CPU worker patches torch"
+    ),
+]
 
 GiB = 1 << 30
 
@@ -55,7 +58,7 @@ def test_commit_limit_counts_where_it_is_kept(
 
 
 def test_worker_translates_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker import cpu_worker  # patches torch, so not on other platforms
+    from vllm.v1.worker import cpu_worker
 
     def refuse(worker: object, kv_cache_config: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
