@@ -111,30 +111,16 @@ def test_setting_that_decides_is_named(
 
 
 ROOM = "of max_model_len=1024 at once"
+FEWER = "--max-num-seqs 3 or --max-model-len 1008 none is preempted"
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "override", "advice"),
     [
-        (
-            257,
-            None,
-            f"--kv-cache-memory-bytes={257 * MiB} would fit, for 4 request(s) {ROOM}.",
-        ),
-        (
-            257,
-            512,
-            f"--num-gpu-blocks-override=257 would fit, for 4 request(s) {ROOM}.",
-        ),
-        (
-            *(256, None),
-            f"--kv-cache-memory-bytes={256 * MiB} would fit, for 3 request(s) {ROOM}; "
-            "with --max-num-seqs 3 or --max-model-len 1008 none is preempted.",
-        ),
-        (
-            *(64, None),
-            f"--kv-cache-memory-bytes={64 * MiB} with --max-model-len 1008 would fit.",
-        ),
+        (257, None, f"{{}} would fit, for 4 request(s) {ROOM}."),
+        (257, 512, f"{{}} would fit, for 4 request(s) {ROOM}."),
+        (256, None, f"{{}} would fit, for 3 request(s) {ROOM}; with {FEWER}."),
+        (64, None, "{} with --max-model-len 1008 would fit."),
         (1, None, "No KV cache of this model fits."),
     ],
 )
@@ -154,13 +140,14 @@ def test_line_says_whose_limit_and_what_would_fit(
         kv_cache_groups=[],
     )
     shortage = Shortage(limit("a place", 600 * MiB), 2, GiB, num_blocks)
-    setting = f"--num-gpu-blocks-override={override}"
+    option, unit = "--num-gpu-blocks-override", 1
     if override is None:
-        setting = f"--kv-cache-memory-bytes={512 * MiB}"
+        option, unit = "--kv-cache-memory-bytes", MiB
 
     line = memory_check.describe_shortage(engine(override=override), [config], shortage)
 
     assert line == (
         "Available memory (600.0 MiB of 8.0 GiB, a limit) is less than the KV cache "
-        f"takes (1.0 GiB for 2 rank(s), 512 blocks per rank, from {setting}). {advice}"
+        f"takes (1.0 GiB for 2 rank(s), 512 blocks per rank, from "
+        f"{option}={512 * unit}). {advice.format(f'{option}={num_blocks * unit}')}"
     )
