@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from cpu_wheel import host
 from cpu_wheel.errors import BuildError
 from cpu_wheel.settings import inherited
 
@@ -59,6 +60,8 @@ def run_pytest(
     """
     environment = inherited("VLLM_") | {
         "HF_HUB_OFFLINE": "1",
+        # Tests of servers start the command vllm.
+        "PATH": host.search_path(),
         "PYTHONPATH": os.pathsep.join(map(str, [build, *also])),
         "PYTHONDONTWRITEBYTECODE": "1",
         # A tree without native code has no version that says so.

@@ -3,14 +3,16 @@
 """Which memory limits a process finds, in the layouts that people run vLLM in.
 
 Each layout is a folder with the files that a process sees there: /proc/self/cgroup
-and mountinfo, /proc/meminfo, and the groups under /sys/fs/cgroup.
+and mountinfo, and the groups under /sys/fs/cgroup. What /proc/meminfo has is psutil's.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from vllm.utils.memory_limits import cgroup_limits, host_limit, limits_of_node
+from vllm.utils.memory_limits import cgroup_limits, limits_of_node, node_limit
 
 GiB = 1 << 30
 V1_UNLIMITED = 0x7FFFFFFFFFFFF000
@@ -24,22 +26,12 @@ class Host:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.mounts: list[str] = []
-        self.write("proc/sys/kernel/random/boot_id", "0-1-2\n")
-        self.meminfo(64 * GiB, 60 * GiB)
+        self.memory = SimpleNamespace(total=64 * GiB, available=60 * GiB)
 
     def write(self, path: str, text: str) -> None:
         file = self.root / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-
-    def meminfo(self, total: int, available: int | None, **more: int) -> None:
-        sizes = {"MemTotal": total, "MemFree": 0, "MemAvailable": available, **more}
-        lines = [
-            f"{name}:  {size // 1024} kB\n"
-            for name, size in sizes.items()
-            if size is not None
-        ]
-        self.write("proc/meminfo", "".join(lines))
 
     def process(self, *lines: str) -> None:
         self.write("proc/self/cgroup", "".join(f"{line}\n" for line in lines))
@@ -81,8 +73,10 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path)
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host(tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host.memory)
+    return host
 
 
 def docker_v2(host: Host) -> dict[str, int]:
@@ -179,7 +173,7 @@ def lxc_v2(host: Host) -> dict[str, int]:
     host.process("0::/init.scope")
     host.mount("cgroup2", "/", V2)
     host.v2(f"{V2}/init.scope")
-    host.meminfo(2 * GiB, GiB)
+    host.memory = SimpleNamespace(total=2 * GiB, available=GiB)
     return {}
 
 
@@ -352,10 +346,17 @@ def test_node_is_bounded_by_the_host(host: Host) -> None:
     assert by_name["the memory of this host"].available == 60 * GiB
 
 
-def test_host_that_does_not_estimate_what_is_available(host: Host) -> None:
-    host.meminfo(8 * GiB, None, Buffers=GiB, Cached=2 * GiB)
+def test_lines_and_files_that_cannot_be_read_are_skipped(host: Host) -> None:
+    host.process("", "no colon", "0:", "0::/")
+    host.mounts = ["\n", "30 23\n", "31 23 0:29 / /elsewhere rw - cgroup\n"]
+    host.mount("cgroup2", "/", V2)
+    host.v2(V2, 2 * GiB)
+    host.write(f"{V2}/memory.current", "many\n")
+    host.write(f"{V2}/memory.stat", "\nanon\nfile \xff\n")
+    (host.root / f"{V2}/memory.high".lstrip("/")).unlink()
+    (host.root / f"{V2}/memory.high".lstrip("/")).mkdir()
+    host.write("sys/devices/system/node/node1/meminfo", "\nNode 1\nNode 1 MemTotal:\n")
 
-    limit = host_limit(str(host.root))
-
-    assert limit is not None
-    assert (limit.limit, limit.available) == (8 * GiB, 3 * GiB)
+    assert host.limits() == {f"{V2}/memory.max": 2 * GiB}
+    assert host.available() == [pytest.approx(2 * GiB, rel=0.01)]
+    assert node_limit(1, str(host.root)) is None

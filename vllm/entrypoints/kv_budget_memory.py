@@ -49,8 +49,7 @@ class Need:
 
 def shared_limits() -> list[MemoryLimit]:
     """Return the limits on all that this process starts, on any memory node."""
-    host = host_limit()
-    return [*cgroup_limits(), *([host] if host else [])]
+    return [*cgroup_limits(), host_limit()]
 
 
 def read_memory() -> MachineMemory:

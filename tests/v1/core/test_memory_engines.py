@@ -41,3 +41,14 @@ def test_engines_of_a_front_end_find_the_same_shortage(tmp_path: Path) -> None:
     ranks, shortage = first
     assert [rank.num_bytes for rank in ranks] == [GiB, 2 * GiB]
     assert (shortage.num_ranks, shortage.num_bytes) == (2, 3 * GiB)
+
+
+def test_engine_names_those_that_it_waits_for_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "0")
+    engines = LocalEngines(str(tmp_path / "store"), 3, 1)
+    monkeypatch.setattr(memory_check, "_local_engines", engines)
+
+    with pytest.raises(TimeoutError, match=r"engine\(s\) 0, 2 of 3 .* within 0 s"):
+        memory_check._with_local_engines([])
