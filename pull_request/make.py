@@ -353,10 +353,11 @@ def size(branch: Path) -> str:
     numbers = queue.git(branch, "diff", "--numstat", BASE, queue.BRANCH)
     for line in numbers.splitlines():
         added, taken, path = line.split("\t")
-        both = sums.setdefault(path.partition("/")[0], [0, 0])
+        top, slash, _ = path.partition("/")
+        both = sums.setdefault(top + slash, [0, 0])
         both[0] += int(added)
         both[1] += int(taken)
-    return ", ".join(f"`{k}/`: +{a} -{t}" for k, (a, t) in sorted(sums.items())) + "."
+    return ", ".join(f"`{k}`: +{a} -{t}" for k, (a, t) in sorted(sums.items())) + "."
 
 
 def write_text(branch: Path, release: Release, pull: Pull) -> str:
