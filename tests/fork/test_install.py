@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -116,9 +117,9 @@ def test_kernels_of_every_variant(
     assert len(report["tokens"]) == 8
     assert report["error"] < 0.01
     assert report["triton"] is False
-    for name in not_built:
-        assert f"This build lacks vllm.{name}" in result.stdout + result.stderr
-    assert ("This build lacks" in result.stdout + result.stderr) == bool(not_built)
+    # The best for the host is named.
+    lacks = re.findall(r"This build lacks vllm\.(\w+),", result.stdout + result.stderr)
+    assert set(lacks) == set(not_built[:1])
 
 
 CONFIGURE = """
@@ -154,8 +155,8 @@ def test_build_without_kernels_says_so(run: Run) -> None:
         env={"PYTHONPATH": ""},
     )
     assert result.returncode != 0
-    for module in modules:
-        assert f"This build lacks {module}" in result.stdout + result.stderr
+    # It is taken for a source tree, and those of the host are looked for.
+    assert any(f"Failed to import from {name}:" in result.stderr for name in modules)
 
 
 @pytest.fixture
