@@ -6,11 +6,16 @@ configuration and plans, for a geometry of 28 layers and one of 80 in turns, eac
 in a process of its own, takes the medians, and prints docs/results/kv-budget.md. Within
 a process the clock is compared, between two the processor time, which other load on the
 machine disturbs less. Then whole commands beside the help of another one, which
-imports what all subcommands need.
+imports what all subcommands need, and beside the import of torch alone, below which
+none of them can be.
+
+A command is measured with all files in memory and, as root, after they were dropped
+from it.
 """
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -33,11 +38,19 @@ HELP_LIMIT = 0.5
 PLAN_LIMIT = 0.85
 GEOMETRY_LIMIT = 1.1
 
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
 HEAD = """# What `vllm kv-budget` takes
 
 `python -m benchmarks.kv_budget` prints this page. A ratio is taken within one run, as
 the median of {runs} runs. The command plans a geometry of 28 layers and one of 80.
 {date}, {machine}:
+"""
+
+COMMANDS = """Whole commands: the median of {runs} runs with all files in memory, and of
+{cold_runs} right after they were dropped from it, each with the least and the most.
+MODEL has 28 layers. "The first time" nothing is known yet of the model's class; later
+vLLM reads it from a cache on disk. Importing torch is a part of every command.
 """
 
 # Prints the seconds since the start, of the clock and of the processor, at the end of
@@ -108,21 +121,25 @@ def measure_plan(model: Path) -> dict[str, Any]:
     return measured
 
 
-def measure_command(*command: str | Path) -> dict[str, float]:
-    """Return the seconds that `vllm` takes with these arguments."""
+def measure_command(*command: str | Path, cold: bool = False) -> dict[str, float]:
+    """Return the seconds that a command takes."""
+    if cold:
+        os.sync()
+        DROP_CACHES.write_text("3")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     subprocess.run(
-        [Path(sys.executable).with_name("vllm"), *command],
-        capture_output=True,
-        check=True,
-        cwd=ROOT,
-        env=inherited("VLLM_"),
+        command, capture_output=True, check=True, cwd=ROOT, env=inherited("VLLM_")
     )
     clock = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"clock": clock, "cpu": cpu}
+
+
+def spread(values: list[float]) -> str:
+    """Return the median, with the least and the most."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> int:
@@ -132,7 +149,10 @@ def main() -> int:
         epilog="Exit status 1 when one of them is above its limit.",
     )
     parser.add_argument("--runs", type=int, default=5, metavar="N")
+    parser.add_argument("--cold-runs", type=int, metavar="N", help="default: 3 as root")
     arguments = parser.parse_args()
+    if arguments.cold_runs is None:
+        arguments.cold_runs = 3 if os.access(DROP_CACHES, os.W_OK) else 0
 
     with tempfile.TemporaryDirectory() as folder:
         models = {layers: Path(folder, str(layers)) for layers in (28, 80)}
@@ -140,12 +160,19 @@ def main() -> int:
             model.mkdir()
             (model / "config.json").write_text(json.dumps(geometry(layers)))
         runs: dict[int, list[dict[str, Any]]] = {layers: [] for layers in models}
+        # Nothing is known yet of the model's class, as in a new container.
+        new = ("sh", "-c", 'VLLM_CACHE_ROOT=$(mktemp -d -p "$0") exec "$@"', folder)
+        vllm = Path(sys.executable).with_name("vllm")
+        plan = ("kv-budget", models[28], "--max-model-len", "2048")
         commands: dict[str, tuple[str | Path, ...]] = {
-            "serve --help": ("serve", "--help"),
-            "kv-budget --help": ("kv-budget", "--help"),
-            "kv-budget MODEL": ("kv-budget", models[28], "--max-model-len", "2048"),
+            "python -c 'import torch'": (sys.executable, "-c", "import torch"),
+            "vllm serve --help": (vllm, "serve", "--help"),
+            "vllm kv-budget --help": (vllm, "kv-budget", "--help"),
+            "vllm kv-budget MODEL": (vllm, *plan),
+            "vllm kv-budget MODEL, the first time": (*new, vllm, *plan),
         }
         seconds: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+        cold: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
         for model in models.values():
             measure_plan(model)  # fills the caches on disk
         for number in range(arguments.runs):
@@ -155,6 +182,9 @@ def main() -> int:
                 seconds[name].append(measure_command(*command))
             done = f"{number + 1} of {arguments.runs} rounds"
             print(f"kv_budget: {done}", file=sys.stderr)
+        for _ in range(arguments.cold_runs):
+            for name, command in commands.items():
+                cold[name].append(measure_command(*command, cold=True))
 
     def median(layers: int, value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(map(value, runs[layers]))
@@ -192,13 +222,13 @@ def main() -> int:
         ),
         *(
             Row(
-                f"processor time of {name}, of that of serve --help",
-                of_command(name, "cpu") / of_command("serve --help", "cpu"),
+                f"processor time of {name}, of that of vllm serve --help",
+                of_command(name, "cpu") / of_command("vllm serve --help", "cpu"),
                 limit,
             )
             for name, limit in (
-                ("kv-budget --help", HELP_LIMIT),
-                ("kv-budget MODEL", PLAN_LIMIT),
+                ("vllm kv-budget --help", HELP_LIMIT),
+                ("vllm kv-budget MODEL", PLAN_LIMIT),
             )
         ),
     ]
@@ -213,11 +243,16 @@ def main() -> int:
         peak = f"{median(layers, PLAN_BYTES) / MiB:.0f} MiB"
         print(f"\n{layers} layers, since the start: {', '.join(stages)}; {peak}")
     print()
+    print(COMMANDS.format(**vars(arguments)))
     times = [
-        [f"`vllm {name}`", *(f"{of_command(name, kind):.2f}" for kind in KINDS)]
+        [
+            f"`{name}`",
+            *(spread([run[kind] for run in seconds[name]]) for kind in KINDS),
+            spread([run["clock"] for run in cold[name]]) if cold[name] else "–",
+        ]
         for name in commands
     ]
-    print(table(("whole command", "seconds", "seconds of CPU time"), times))
+    print(table(("command", "warm, s", "CPU time, s", "cold, s"), times))
     for row in rows:
         if not row.met:
             print(f"kv_budget: above its limit: {row.name}", file=sys.stderr)
