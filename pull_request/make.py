@@ -239,15 +239,18 @@ def write_models(folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
 
 
-def without_triton(release: Release) -> list[Path]:
+def without_triton(release: Release, pull: Pull) -> list[Path]:
     """Return the patch that lets a release start on x86 without triton-cpu.
 
-    Without triton-cpu, which no package index has, 0.34.0 stops there.
+    Without triton-cpu, which no package index has, 0.34.0 stops there. The pull
+    request that is this patch needs no other.
     """
     from vllm.triton_utils import HAS_TRITON  # as the installed vLLM sees it
 
     (part,) = read_pulls()["triton"].patches
-    return [] if HAS_TRITON else [p for p in release.series if part in p.name]
+    if HAS_TRITON or part in pull.patches:
+        return []
+    return [p for p in release.series if part in p.name]
 
 
 def trees(branch: Path, release: Release, pull: Pull) -> dict[str, Path]:
@@ -263,7 +266,7 @@ def trees(branch: Path, release: Release, pull: Pull) -> dict[str, Path]:
             queue.git(tree, "checkout", "--quiet", queue.BRANCH, "--", path)
         if queue.git(tree, "status", "--porcelain"):
             queue.git(tree, "commit", "--quiet", "-m", "The tests")
-        queue.apply(tree, without_triton(release))
+        queue.apply(tree, without_triton(release, pull))
         made[side] = tree
     return made
 
@@ -339,7 +342,7 @@ def validation(branch: Path, release: Release, pull: Pull) -> str:
             f"The tree is {release.version}, without native code; models that tests "
             "name are stubs, as no hub could be reached."
         )
-        if without_triton(release):
+        if without_triton(release, pull):
             said[-1] += (
                 " triton-cpu could not be installed, so both sides ran with the "
                 "check for it taken out."
