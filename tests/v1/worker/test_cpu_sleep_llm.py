@@ -8,6 +8,11 @@ import pytest
 from transformers import LlamaConfig
 
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="requires a CPU platform"
+)
 
 BUDGET = 256 << 20
 
