@@ -25,6 +25,7 @@ from tests.v1.worker.cpu_sleep_engine import (
     start,
 )
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
 @pytest.fixture(scope="module")
@@ -184,15 +185,16 @@ def test_what_is_awake_is_not_woken_again(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("connector", "refused"),
+    "connector",
     [
-        ("DecodeBenchConnector", True),
-        pytest.param("ExampleConnector", False, marks=pytest.mark.slow_test),
+        "DecodeBenchConnector",  # registers the cache
+        pytest.param("ExampleConnector", marks=pytest.mark.slow_test),
     ],
 )
-def test_connector_that_registered_the_cache(
-    model: str, tmp_path: Path, connector: str, refused: bool
-) -> None:
+def test_sleep_with_a_connector(model: str, tmp_path: Path, connector: str) -> None:
+    # Newer releases tell a connector that the cache goes and comes back.
+    is_told = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
     def report() -> tuple[str, int, int, bool]:
         config = KVTransferConfig(
             kv_connector=connector,
@@ -212,7 +214,7 @@ def test_connector_that_registered_the_cache(
     error, before, asleep, awake = in_engine_child("startup", report)
 
     assert awake
-    if refused:
+    if connector == "DecodeBenchConnector" and not is_told:
         assert f"{connector} has registered its memory" in error
         assert asleep > before - 0.1 * BUDGET
     else:
