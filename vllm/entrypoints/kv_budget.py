@@ -301,14 +301,11 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep standard output for the plan, and ask the user nothing.
+    """Keep standard output for the plan, log nothing, and ask the user nothing.
 
-    Warnings go to standard error. With the logging level at DEBUG, so does all else.
+    With the logging level at DEBUG, all is logged.
     """
     logger = logging.getLogger("vllm")
-    for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
     if logger.getEffectiveLevel() > logging.DEBUG:
         logger.setLevel(logging.CRITICAL)  # what fails is said once, by main()
     with (

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import logging
 import os
 import sys
 import typing
@@ -121,10 +122,18 @@ def plan_deploy(arguments: list[str]) -> int:
     return plan(arguments)
 
 
+def log_to_standard_error() -> None:
+    """Keep standard output for the plan. At level DEBUG, modules log on import."""
+    for handler in logging.getLogger("vllm").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+
+
 def run(arguments: list[str]) -> int:
     """Plan for the arguments behind `vllm kv-budget`, and return the exit status."""
     if any(arg.partition("=")[0] == "--deploy" for arg in arguments):
         configure_logging_from_args(argparse.Namespace())
+        log_to_standard_error()
         return plan_deploy(arguments)
     if {"-h", "--help"} & set(arguments):
         print(argparse.ArgumentParser.format_help(make_parser()), end="")
@@ -136,6 +145,7 @@ def run(arguments: list[str]) -> int:
     if args.model_tag is not None:
         args.model = args.model_tag
     configure_logging_from_args(args)
+    log_to_standard_error()
     from vllm.entrypoints.kv_budget import main as plan
 
     return plan(args)
@@ -146,6 +156,7 @@ def main(arguments: list[str]) -> NoReturn:
     gc.disable()  # all that is imported lives until the end
     # Modules compile functions as they are imported, and nothing runs here.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    log_to_standard_error()
     try:
         status: Any = run(arguments)
     except SystemExit as end:  # of the parser
