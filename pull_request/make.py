@@ -41,6 +41,7 @@ MADE = "refs/made/pull-request"
 MODELS = (
     "Qwen/Qwen3-0.6B",
     "Qwen/Qwen1.5-7B",
+    "facebook/opt-125m",
     "vllm-project/tiny-random-LlamaForCausalLM",
 )
 TRAILER = re.compile(r"[A-Z][A-Za-z-]+: .+")
@@ -314,6 +315,7 @@ def compared(sides: dict[str, Path], release: Release, pull: Pull) -> str:
     tests = upstream_tests.WORK / release.version
     tests = tests / f"pr-{release.sdist.sha256[:12]}"
     upstream_tests.unpack_tests(fetch(release.sdist, cache), tests, [])
+    write_models(tests)
     builds = {
         name: upstream_tests.link(tree / "vllm", tree.parent / f"build-{side}")
         for name, (side, tree) in zip(("stock", "patched"), sides.items(), strict=True)
